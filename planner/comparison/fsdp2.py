@@ -220,12 +220,12 @@ def summarize(variants: Sequence[Variant], ranks: Sequence[Taken]) -> Comparison
             predicted_us=variant.predicted_us, error=error, groups=len(variant.spec.groups) + 1,
             difference=max(rank.differences[variant.name] for rank in ranks),
         ))  # fmt: skip
+    rounds, steps = values[PLAN].shape
     verdicts = tuple(
-        verdict(ratio_interval(values[PLAN], values[one.name]), "the plan", one.name)
+        verdict(ratio_interval(values[PLAN], values[one.name]), "the plan", one.name, steps)
         for one in variants
         if one.name != PLAN
     )
-    rounds, steps = values[PLAN].shape
     return Comparison(rows=tuple(rows), verdicts=verdicts, steps=rounds * steps, rounds=rounds)
 
 

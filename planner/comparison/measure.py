@@ -92,6 +92,8 @@ class Measured:
     records: list[Record]
     backward_us: float
     """Of the no-communication baseline; 0 where nothing called its forward."""
+    micro_batches: tuple[int, int] = (1, 1)
+    """Of a step: their number, and how many of them exchange gradients."""
 
 
 class VariantRunner:
@@ -116,6 +118,7 @@ class VariantRunner:
         self._device = next(self.model.parameters()).device
         self._generators = generators()
         self._missing = self._unused = False
+        self._micro_batches = (1, 1)
         self._first_step = FirstStep(trainable_parameters(self.model))
         self.backward_us: list[float] = []
 
@@ -177,6 +180,7 @@ class VariantRunner:
                 break
             started_s, shift = time.perf_counter(), number % len(records)
             for record in (*records[shift:], *records[:shift]):
+                progress.say(f"{what}: {record.variant.name}, round {number + 1} of {rounds}")
                 if record.failure is None and (number < LEAST_ROUNDS or not record.brief):
                     self.block(record, 1 if record.brief else steps)
             longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
@@ -191,7 +195,8 @@ class VariantRunner:
                 with self.trained.restored(self.trained.optimizer()):
                     record.alone_us = self.alone(record.variant.plan, brief=record.brief)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
-        return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
+        backward_us = max(self.world.gather(backward_us, "the time of backward"))
+        return Measured(records, backward_us, self._micro_batches)
 
     def warm_up_steps(self, record: Record) -> int:
         """Return the steps of a block that do not count."""
@@ -276,6 +281,8 @@ class VariantRunner:
             self.trained.no_sync = session.no_sync
             try:
                 yield self.model
+                if (seen := session.report()).steps:
+                    self._micro_batches = seen.micro_batches
             finally:
                 self.trained.no_sync = nullcontext
                 session.detach()

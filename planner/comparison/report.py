@@ -104,9 +104,13 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
     values = values_by_name(measured)
     baseline_us = float(np.median(values[NO_COMMUNICATION]))
     training = judge_training(measured)
+    said = next((record.variant.predicted for record in first.records if record.variant.name == PLAN), None)
     rows = []
     for record in first.records:
         variant, seen = record.variant, values.get(record.variant.name)
+        predicted_us = variant.predicted_us
+        if predicted_us is not None and said is not None:  # all have the plan's forward, backward and update
+            predicted_us = said.accumulated_us(*first.micro_batches, predicted_us)
         interval = None if seen is None else median_interval(seen)
         exposed_us = None if interval is None else interval.value - baseline_us
         hidden = None
@@ -119,8 +123,8 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
                 ci95_us=(interval.low, interval.high) if interval else None,
                 exposed_us=exposed_us,
                 hidden_share=hidden,
-                predicted_us=variant.predicted_us,
-                error=variant.predicted_us / interval.value - 1.0 if variant.predicted_us and interval else None,
+                predicted_us=predicted_us,
+                error=predicted_us / interval.value - 1.0 if predicted_us and interval else None,
                 alone_us=record.alone_us,
                 buckets=len(variant.plan.buckets) if variant.plan else None,
                 failure=record.failure,
@@ -177,12 +181,13 @@ def values_by_name(measured: Sequence[Measured]) -> dict[str, NDArray[np.float64
 
 def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) -> list[str]:
     best = next((row.name for row in rows if row.name.startswith(BEST_DDP) and row.equal_to is None), DDP)
-    lines = [verdict(ratio_interval(values[PLAN], values[best]), "the plan", f"the best DDP, {best}")]
+    steps = values[PLAN].shape[1]
+    lines = [verdict(ratio_interval(values[PLAN], values[best]), "the plan", f"the best DDP, {best}", steps)]
     lossy = [name for name in values if name.startswith("ddp:") and not name.startswith(BEST_DDP)]
     if lossy:
         fastest = min(lossy, key=lambda name: float(np.median(values[name])))
         ratio = ratio_interval(values[PLAN], values[fastest])
-        lines.append(verdict(ratio, "the plan", f"{fastest}, which is not exact"))
+        lines.append(verdict(ratio, "the plan", f"{fastest}, which is not exact", steps))
     return lines
 
 

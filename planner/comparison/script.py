@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,7 +136,8 @@ def compare(
 def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:
     """Return (file or module, whether it is a script) of what a command names, before anything is started.
 
-    Raises InputError where there is no such file, or a job is given a script's arguments.
+    Raises InputError where there is no such file, or a job is given a script's arguments; or a script that calls
+        `planner.compare` nowhere, which would train to its end for nothing.
     """
     if not named.endswith(".py"):
         if arguments:
@@ -140,7 +145,67 @@ def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:
         return find_job(named)[0], False
     if not Path(named).is_file():
         raise InputError(f"{named}: no such file; expected a script, or a job path/to/file.py:name: check the path")
+    if not _may_compare(Path(named)):
+        raise InputError(
+            f"{named}: found the word compare neither there nor in what it imports, expected a call of "
+            f"planner.compare: {HINT}\nor, where it is called from elsewhere, name planner.compare in a comment"
+        )
     return named, True
+
+
+COMPARE, DYNAMIC = re.compile(r"\bcompare\b"), re.compile(r"\b(importlib|__import__|runpy|exec|eval)\b")
+
+
+def _may_compare(script: Path) -> bool:
+    """Whether a script, or a module that it imports and that is not an installed library, may call `planner.compare`:
+    they say the word, or what they run cannot be known from their text.
+    """
+    todo, seen = [script], set[Path]()
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, ValueError, SyntaxError):  # running it tells
+            return True
+        if COMPARE.search(text) or DYNAMIC.search(text):
+            return True
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                package = path.parents[node.level - 1] if node.level else None
+                base = (node.module or "").split(".") if node.module else []
+                for name in names:
+                    todo += _sources([*base, name], package or script.parent)
+            else:
+                for name in names:
+                    todo += _sources(name.split("."), script.parent)
+    return False
+
+
+def _sources(parts: Sequence[str], folder: Path) -> Iterator[Path]:
+    """Return the files that importing a module of this dotted name runs: below `folder`, or of a package that is
+    installed from its sources.
+    """
+    if not any((folder / f"{parts[0]}{ending}").exists() for ending in ("", ".py")):
+        try:
+            spec = importlib.util.find_spec(parts[0])
+        except (ImportError, ValueError):
+            return
+        origin = Path(spec.origin) if spec is not None and spec.origin is not None else None
+        if origin is None or origin.suffix != ".py" or parts[0] in ("planner", "runtime"):
+            return
+        if origin.is_relative_to(sysconfig.get_path("stdlib")) or {"site-packages", "dist-packages"} & {*origin.parts}:
+            return
+        folder = origin.parents[1 if origin.name == "__init__.py" else 0]
+    for depth in range(1, len(parts) + 1):
+        place = folder.joinpath(*parts[:depth])
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                yield path
 
 
 def check_rounds(steps: int, rounds: int | None) -> int:

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-RESAMPLES = 4000
-SEED = 0
+from runtime.monitor.verdict import half_interval, t_quantile
+
+TELLING = 0.02
+"""The difference of two steps that a comparison should tell from noise."""
+MOST_ROUNDS = 10_000
+MOST_EXPONENT = 50.0
+"""Of a bound that is as good as none, and still a number."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with its 95 % bootstrap interval."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
     high: float
+    rounds: int = 0
+    """What it was measured in."""
+
+    @classmethod
+    def of(cls, value: float, logarithms: Sequence[float]) -> Interval:
+        """Return the interval of a value of which each round gives one, as its logarithm.
+
+        Rounds are what is independent: steps of one round are alike, however many they are. Of few rounds Student's t
+        makes the interval wide, as it has to be.
+        """
+        factor = math.exp(min(half_interval(logarithms), MOST_EXPONENT))
+        return cls(value, value / factor, value * factor, len(logarithms))
+
+    @property
+    def telling_rounds(self) -> int | None:
+        """How many rounds would tell a difference of `TELLING`, as far as these show; None: these do."""
+        wanted, half = math.log1p(TELLING), math.log(self.high / self.value) if self.value > 0.0 else 0.0
+        if half <= wanted or self.rounds < 2:
+            return None
+        error = half / t_quantile(self.rounds - 1) * self.rounds**0.5
+        counts = range(self.rounds + 1, MOST_ROUNDS)
+        return next((n for n in counts if t_quantile(n - 1) * error / n**0.5 <= wanted), MOST_ROUNDS)
 
 
 def step_values(step_us: NDArray[np.float64], *, together: bool) -> NDArray[np.float64]:
@@ -31,31 +61,29 @@ def step_values(step_us: NDArray[np.float64], *, together: bool) -> NDArray[np.f
 
 
 def median_interval(values: NDArray[np.float64]) -> Interval:
-    """Return the median of all steps; rounds are drawn again, and steps within them, which are alike in a round."""
-    medians = np.median(values.reshape(-1)[_draws(values.shape)], axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return Interval(float(np.median(values)), float(low), float(high))
+    """Return the median of all steps, from those of rounds. Shape (rounds, steps)."""
+    return Interval.of(float(np.median(values)), _log_medians(values))
 
 
 def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
-    """Return the ratio of two medians; the same rounds are drawn for both, which were interleaved within each.
+    """Return the geometric mean over rounds of the ratio of two medians, which were interleaved within each.
 
     Rounds of which one has a block alone are left out.
     """
     both = min(len(values), len(reference))
-    values, reference = values[:both], reference[:both]
-    rounds = np.random.default_rng(SEED).integers(len(values), size=(RESAMPLES, len(values)))
-    above = np.median(values.reshape(-1)[_draws(values.shape, rounds, 1)], axis=1)
-    below = np.median(reference.reshape(-1)[_draws(reference.shape, rounds, 2)], axis=1)
-    low, high = np.quantile(above / below, [0.025, 0.975])
-    return Interval(float(np.median(values) / np.median(reference)), float(low), float(high))
+    ratios = [a - b for a, b in zip(_log_medians(values[:both]), _log_medians(reference[:both]), strict=True)]
+    return Interval.of(math.exp(statistics.fmean(ratios)), ratios)
 
 
-def verdict(ratio: Interval, what: str, reference: str) -> str:
-    """Say it in words; a difference inside the noise is not called one."""
+def verdict(ratio: Interval, what: str, reference: str, steps: int) -> str:
+    """Say it in words; a difference inside the noise is not called one. `steps`: measured ones of a round."""
     around = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
     if ratio.low <= 1.0 <= ratio.high:
-        return f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} {around}"
+        text = f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} {around}"
+        if (rounds := ratio.telling_rounds) is not None:
+            more = "more than " if rounds == MOST_ROUNDS else "about "
+            text += f"; a difference of {TELLING:.0%} takes {more}{rounds * steps} steps in {rounds} rounds to show"
+        return text
     word = "faster" if ratio.high < 1.0 else "slower"
     return f"{what} is {word} than {reference}: {ratio.value:.3f} of its step {around}"
 
@@ -66,11 +94,7 @@ def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> floa
     return None if could_us <= 0.0 else float(np.clip((alone_us - exposed_us) / could_us, 0.0, 1.0))
 
 
-def _draws(shape: tuple[int, ...], rounds: NDArray[np.int64] | None = None, stream: int = 0) -> NDArray[np.int64]:
-    """Return flat indices of resampled steps. Shape (RESAMPLES, rounds · steps)."""
-    count, steps = shape
-    # A fixed seed: the same measurements always give the same verdict.
-    generator = np.random.default_rng((SEED, stream))
-    drawn = generator.integers(count, size=(RESAMPLES, count)) if rounds is None else rounds
-    within = generator.integers(steps, size=(RESAMPLES, count, steps))
-    return (drawn[:, :, None] * steps + within).reshape(RESAMPLES, -1)
+def _log_medians(values: NDArray[np.float64]) -> list[float]:
+    """Return the logarithm of each round's median step."""
+    medians: list[float] = np.log(np.median(values, axis=1)).tolist()
+    return medians

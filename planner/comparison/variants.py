@@ -12,6 +12,7 @@ from planner.model.problem import Problem
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import Plan
+from runtime.plan.predicted import Prediction
 
 Hook = Literal["fp16", "powersgd"]
 
@@ -35,6 +36,11 @@ class Variant:
     predicted_us: float | None = None
     exact: bool = True
     """Whether its gradients are DDP's, so that its losses have to be."""
+
+    @property
+    def predicted(self) -> Prediction | None:
+        """What its plan predicts."""
+        return None if self.plan is None else self.plan.predicted
 
     @property
     def plain_ddp(self) -> bool:

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
 
-from runtime.monitor.verdict import Z_SCORE, Verdict
+from runtime.monitor.verdict import Verdict, half_interval
 
 BLOCK_STEPS = 5
 """The first one of each, which has come from another plan, is not counted."""
@@ -31,7 +31,7 @@ def judge(
     """
     gains_us = [old - new for new, old in rounds]
     count = len(rounds)
-    noise_us = Z_SCORE * statistics.stdev(gains_us) / count**0.5 if count > 1 else 0.0
+    noise_us = half_interval(gains_us)
     gain_us = statistics.fmean(gains_us)
     alike = count > 1 and abs(gain_us) <= noise_us
     lost = -BLOCK_STEPS * sum(gains_us) > may_lose_us and not alike

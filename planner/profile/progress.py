@@ -1,26 +1,44 @@
-"""Progress bars on standard error, for people; silent for everybody else."""
+"""Progress on standard error: bars on a terminal, a line now and then into a pipe or a file."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
 
+EVERY_S = 15.0
+"""Between two lines: short commands have none, and logs of long ones stay short."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Progress:
-    """One bar per loop, gone when the loop is over; none unless asked for, and where nobody can see them."""
+    """One bar per loop, gone when it is over; lines where standard error is no terminal. None unless asked for."""
 
     show: bool = False
+    _said_s: float = field(default_factory=lambda: time.monotonic())
 
     def track(self, items: Sequence[T], what: str) -> Iterable[T]:
         """Return the same items, shown as a bar called `what`."""
-        if not (self.show and sys.stderr.isatty()):
+        if not self.show:
             return items
+        if not sys.stderr.isatty():
+            return self._said(items, what)
         from rich.console import Console
         from rich.progress import track
 
         return track(items, description=f"{what:<26}", console=Console(stderr=True), transient=True)
+
+    def say(self, text: str) -> None:
+        """Write a line for those who see no bar, unless there was one just now: for parts of what a bar counts."""
+        if self.show and time.monotonic() - self._said_s >= EVERY_S and not sys.stderr.isatty():
+            self._said_s = time.monotonic()
+            print(f"planner: {text}", file=sys.stderr, flush=True)
+
+    def _said(self, items: Sequence[T], what: str) -> Iterator[T]:
+        for number, item in enumerate(items):
+            self.say(f"{what}, {number} of {len(items)} done")
+            yield item

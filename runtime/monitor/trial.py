@@ -18,7 +18,7 @@ import numpy as np
 from runtime.comm.world import World
 from runtime.errors import FallbackWarning
 from runtime.monitor.clock import Clock
-from runtime.monitor.verdict import Z_SCORE, Verdict, faster
+from runtime.monitor.verdict import Verdict, faster, half_interval
 from runtime.plan import Plan
 
 WARM_UP_STEPS = 3
@@ -71,7 +71,7 @@ def judge(ranks: Sequence[dict[str, list[float]]]) -> Verdict:
     """Return the verdict of all ranks' blocks: a step is as long as on the slowest rank."""
     lossy, exact = (np.array([rank[name] for rank in ranks]).max(axis=0) for name in ("lossy", "exact"))
     difference = exact - lossy  # of blocks that are neighbours in time
-    noise_us = Z_SCORE * float(difference.std(ddof=1)) / len(difference) ** 0.5
+    noise_us = half_interval(difference.tolist())
     return faster(
         float(lossy.mean()), float(exact.mean()), noise_us, "steps of the lossy plan",
         "those of the exact plan beside it", "the exact plan",

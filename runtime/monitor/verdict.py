@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,9 +27,33 @@ class Verdict:
     """What it is held against."""
     text: str
     noise_us: float = 0.0
-    """Of two measured times: the standard error of their difference, times `Z_SCORE`."""
+    """Of two measured times: half the interval in which their difference lies (`half_interval`, or `Z_SCORE`)."""
     cause: Cause = "none"
     """Of steps that are longer than predicted."""
+
+
+_T_QUANTILES = (12.706, 4.303, 3.182)
+"""Of Student's t at 97.5 % with 1, 2 and 3 degrees of freedom."""
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, to three digits.
+
+    Beyond the first three by the series of Abramowitz and Stegun, 26.7.5.
+    """
+    if freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[freedom - 1]
+    z, v = 1.959964, freedom
+    series = (z**3 + z) / (4 * v), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+    return z + sum(series) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean of independent values, by Student's t, which holds for few of them;
+    of one value infinity.
+    """
+    count = len(values)
+    return t_quantile(count - 1) * statistics.stdev(values) / count**0.5 if count > 1 else math.inf
 
 
 def faster(step_us: float, other_us: float, noise_us: float, steps: str, others: str, following: str) -> Verdict:
@@ -44,11 +71,14 @@ EXPLAINED_ERROR = 0.2
 
 
 def cause_of_error(
-    *, computed_us: float, predicted_computed_us: float, step_us: float, predicted_step_us: float
+    *, computed_us: float, predicted_computed_us: float, step_us: float, predicted_step_us: float, in_run: bool = False
 ) -> str | None:
     """Return what most of the difference between a step and its prediction comes from; None where that is small.
-    Computed times are of forward, backward and update.
+    Computed times are of forward, backward and update. `in_run`: the plan was made in the run, without a profile.
     """
+    source, again = "the profile", "profile again"
+    if in_run:
+        source, again = "the steps that the plan was made from", "the run plans again where that lasts"
     away_us = step_us - predicted_step_us
     if min(computed_us, predicted_computed_us, step_us, predicted_step_us) <= 0.0 or (
         abs(away_us) <= EXPLAINED_ERROR * min(step_us, predicted_step_us)
@@ -59,13 +89,13 @@ def cause_of_error(
         seen = f"{_ms(computed_us)} a step, predicted {_ms(predicted_computed_us)}"
         ratio = predicted_computed_us / computed_us
         if ratio > 1.0:
-            return f"compute is {_times(ratio)} as fast as in the profile ({seen}): profile again"
-        return f"compute takes {_times(1.0 / ratio)} as long as in the profile ({seen}): profile again"
+            return f"compute is {_times(ratio)} as fast as in {source} ({seen}): {again}"
+        return f"compute takes {_times(1.0 / ratio)} as long as in {source} ({seen}): {again}"
     waited_us, predicted_us = max(0.0, step_us - computed_us), max(0.0, predicted_step_us - predicted_computed_us)
     more = "more" if away_us > 0.0 else "less"
     return (
         f"communication holds steps up {more} than predicted ({_ms(waited_us)} a step, predicted {_ms(predicted_us)}), "
-        f"while compute is as profiled: the network is not what it was, or a rank is a straggler; profile again"
+        f"while compute is as in {source}: the network is not what it was, or a rank is a straggler; {again}"
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from builders import cluster_document, profile_document, usual_document, usual_profile, write
 from rich.console import Console
+from scipy.special import stdtrit
 
 from planner import optimize
 from planner.cli.app import main
@@ -19,6 +20,7 @@ from planner.comparison.measure import Measured, Record
 from planner.comparison.picture import picture_text
 from planner.comparison.report import Row, comparison_table, failures, summarize
 from planner.comparison.same import Deviation
+from planner.comparison.script import find_trained
 from planner.comparison.statistics import (
     Interval,
     hidden_share,
@@ -39,8 +41,10 @@ from planner.comparison.variants import (
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
+from planner.profile.progress import Progress
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
+from runtime.monitor.verdict import t_quantile
 from runtime.plan import LocalAsyncSpec
 
 
@@ -60,7 +64,7 @@ def test_intervals_hold_the_median_and_grow_with_the_noise() -> None:
     for interval in (calm, loud):
         assert interval.low <= interval.value <= interval.high
     assert loud.high - loud.low > 3 * (calm.high - calm.low)
-    assert median_interval(np.full((3, 2), 7.0)) == Interval(7.0, 7.0, 7.0)
+    assert median_interval(np.full((3, 2), 7.0)) == Interval(7.0, 7.0, 7.0, rounds=3)
 
 
 def test_a_drift_that_hits_all_does_not_widen_a_ratio() -> None:
@@ -74,13 +78,49 @@ def test_a_drift_that_hits_all_does_not_widen_a_ratio() -> None:
 def test_noise_is_rarely_called_a_win(seed: int) -> None:
     """Of equal variants; 95 % intervals may miss one in twenty, none of these seeds does."""
     ratio = ratio_interval(noisy(100.0, 2 * seed + 1), noisy(100.0, 2 * seed + 2))
-    assert "no difference" in verdict(ratio, "a", "b")
+    assert "no difference" in verdict(ratio, "a", "b", 5)
 
 
 def test_real_differences_are_told() -> None:
     fast, slow = noisy(80.0, 1), noisy(100.0, 2)
-    assert "a is faster than b" in verdict(ratio_interval(fast, slow), "a", "b")
-    assert "a is slower than b" in verdict(ratio_interval(slow, fast), "a", "b")
+    assert "a is faster than b" in verdict(ratio_interval(fast, slow), "a", "b", 5)
+    assert "a is slower than b" in verdict(ratio_interval(slow, fast), "a", "b", 5)
+
+
+def drifting(rng: np.random.Generator, rounds: int, steps: int, ratio: float = 1.0) -> tuple[Interval, bool]:
+    """The interval of two variants as machines measure them: the machine drifts by 2 % from block to block, blocks are
+    1 % off by themselves, every tenth is disturbed, and so are steps. And whether it holds `ratio`.
+    """
+    level = np.cumsum(0.02 * rng.standard_normal(2 * rounds)).reshape(rounds, 2)
+    level[1::2] = level[1::2, ::-1]  # each round begins with another
+    blocks = level + 0.01 * rng.standard_normal((rounds, 2))
+    blocks += 0.05 * rng.exponential(size=blocks.shape) * (rng.random(blocks.shape) < 0.1)
+    times = 100.0 * np.exp(blocks[:, :, None] + 0.03 * rng.exponential(size=(rounds, 2, steps)))
+    found = ratio_interval(times[:, 0] * ratio, times[:, 1])
+    return found, found.low <= ratio <= found.high
+
+
+@pytest.mark.parametrize(("rounds", "steps"), [(2, 3), (3, 5), (5, 5), (12, 5)])
+def test_intervals_of_few_rounds_hold_what_they_should(rounds: int, steps: int) -> None:
+    rng = np.random.default_rng(rounds)
+    held = [drifting(rng, rounds, steps)[1] for _ in range(2000)]
+    assert np.mean(held) >= 0.95 - 2.0 * np.sqrt(0.05 * 0.95 / len(held))
+
+
+def test_how_many_steps_would_tell_is_said_and_they_do() -> None:
+    few, _ = drifting(np.random.default_rng(1), 5, 5)
+    rounds = few.telling_rounds
+    assert rounds is not None
+    assert f"a difference of 2% takes about {5 * rounds} steps in {rounds} rounds to show" in verdict(few, "a", "b", 5)
+    many, _ = drifting(np.random.default_rng(2), 4 * rounds, 5)
+    assert many.telling_rounds is None
+    assert "to show" not in verdict(many, "a", "b", 5)
+    assert "a is faster" in verdict(drifting(np.random.default_rng(3), 4 * rounds, 5, ratio=0.95)[0], "a", "b", 5)
+
+
+def test_student_s_t_is_scipy_s() -> None:
+    for freedom in (1, 2, 3, 4, 5, 9, 30, 1000):
+        assert t_quantile(freedom) == pytest.approx(float(stdtrit(freedom, 0.975)), rel=3e-3)
 
 
 def test_ranks_that_wait_see_one_step_others_are_as_slow_as_the_slowest() -> None:
@@ -104,6 +144,52 @@ def test_ranks_that_wait_see_one_step_others_are_as_slow_as_the_slowest() -> Non
 )
 def test_hidden_share(exposed_us: float, alone_us: float, backward_us: float, share: float | None) -> None:
     assert hidden_share(exposed_us, alone_us, backward_us) == share
+
+
+TRAINS = "import torch\nimport planner\nfrom parts import loop\nloop.train()\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "loop", "refused"),
+    [
+        (TRAINS, "def train(): ...", True),
+        (TRAINS, "import planner\ndef train():\n    print(planner.compare(None, None))", False),
+        (TRAINS + "planner.compare(None, None)", "def train(): ...", False),
+        (TRAINS, "import importlib\ndef train(): importlib.import_module('other')", False),
+        (TRAINS, "from . import deeper\ndef train(): ...", True),
+        (TRAINS, "from .deeper import measured\ndef train(): measured()", True),
+        ("import torch.nn.functional as F\n", "", True),
+        ("no python", "", False),
+    ],
+)
+def test_a_script_that_never_compares_is_refused_before_it_trains(
+    tmp_path: Path, script: str, loop: str, refused: bool
+) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "loop.py").write_text(loop)
+    (tmp_path / "parts" / "deeper.py").write_text("def measured(): ...")
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    if not refused:
+        assert find_trained(str(path), []) == (str(path), True)
+        return
+    with pytest.raises(InputError, match="expected a call of"):
+        find_trained(str(path), [])
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("planner.profile.progress.time.monotonic", lambda: now_s[0])
+    for show in (True, False):
+        progress = Progress(show)
+        for _ in progress.track(range(40), "measuring"):
+            now_s[0] += 1.0
+        found = capsys.readouterr()
+        assert found.out == ""
+        said = ["planner: measuring, 15 of 40 done", "planner: measuring, 30 of 40 done"]
+        assert found.err.splitlines() == (said if show else [])
 
 
 def test_who_is_compared() -> None:
@@ -163,7 +249,7 @@ def measured(
     apart: dict[str, float] | None = None,
     predicted_us: dict[str, float] | None = None,
 ) -> Measured:
-    """One rank's records, of steps without noise; `apart`: shares by which first updates differ from DDP's."""
+    """One rank's records, without noise but of DDP's best; `apart`: shares by which first updates differ from DDP's."""
     plan = optimize(usual_profile())
     records = []
     for name, step_us in blocks.items():
@@ -176,7 +262,8 @@ def measured(
                 predicted_us=(predicted_us or {}).get(name, 90.0),
             )
         )  # type: ignore[arg-type]
-        record.step_us = [[step_us, step_us + 2.0]] * 3
+        noise_us = 1.0 if name.startswith("ddp:best") else 0.0
+        record.step_us = [[step_us + off, step_us + 2.0 + off] for off in (-noise_us, 0.0, noise_us)]
         record.losses = [(losses or {}).get(name, [3.0, 2.0, 1.5, 1.0])]
         record.deviations = [Deviation("fc.weight", (apart or {}).get(name, 0.0), 0.01)]
         record.alone_us = 40.0 if kind == "plan" else None
@@ -204,6 +291,17 @@ def test_a_comparison_from_what_ranks_saw() -> None:
     assert set(comparison.to_document()[0]) >= {
         *("name", "median_us", "ci95_us", "exposed_us", "hidden_share", "predicted_us", "error")
     }
+
+
+def test_predictions_are_of_steps_with_as_many_micro_batches() -> None:
+    """The plan's are of one, measured steps of a script that accumulates are of all."""
+    seen = measured({NO_COMMUNICATION: 79.0, DDP: 119.0, PLAN: 99.0})
+    plan = next(record.variant.plan for record in seen.records if record.variant.name == PLAN)
+    assert plan is not None
+    assert plan.predicted is not None
+    more_us = plan.predicted.forward_us + plan.predicted.backward_us  # type: ignore[operator]
+    for name in (PLAN, DDP, NO_COMMUNICATION):
+        assert row_of(name, replace(seen, micro_batches=(3, 1))).predicted_us == pytest.approx(90.0 + 2 * more_us)
 
 
 def test_other_losses_than_ddp_s_are_told() -> None:
