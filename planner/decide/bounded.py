@@ -234,11 +234,11 @@ def _more_note(problem: Problem, offer: Offer, more: Offer) -> str:
     if optimizer is not None and optimizer.adaptive:
         why = (
             f"; selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
-            f"(docs/results/lags.md)"
+            f"({page('results/lags')})"
         )
     return (
         f"--compress all would take {ms(more.step_us)} in place of {ms(offer.step_us)}, by low rank or by sending "
-        f"selected elements, which may cost much of the loss: compare first (docs/concepts/compression.md){why}"
+        f"selected elements, which may cost much of the loss: compare first ({page('concepts/compression')}){why}"
     )
 
 

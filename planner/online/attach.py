@@ -19,7 +19,7 @@ from torch import nn
 from planner.decide.sharded_step import check_allow
 from planner.documents.text import as_names, pluralize
 from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
-from planner.online.ddp import ddp_plan
+from planner.online.ddp import AS_DDP, ddp_plan
 from planner.online.pilot import Opening, Pilot, Way
 from planner.profile.measuring import count_nodes
 from planner.profile.step import check_same_model, joined, refuse_alike
@@ -115,11 +115,9 @@ class PlannedSession(Session):
             plan = replace(plan, predicted=ddp, baselines=decided.baselines, sources=sources)
         report = self.report()
         plan = per_optimizer_step(plan, *report.micro_batches)
-        console = make_console()
-        with console.capture() as shown:
-            print_plan(plan, console, buckets=True)
-        plan = replace(plan, notes=(*plan.notes, *story))
-        lines = [*story, shown.get().rstrip(), str(report)]
+        stage = [] if self.pilot is None or self.pilot.stage is None else [self.pilot.stage]
+        lines = [*story, *stage, _plan_text(plan), str(report)]
+        plan = replace(plan, notes=(*plan.notes, *story, *stage))
         if self.world.rank != 0:
             return "\n".join(lines)
         if path is PAGE:
@@ -138,6 +136,16 @@ def _unused(path: Path) -> Path:
     """Return a path at which there is no file yet: this one, or with a number behind the name."""
     paths = chain([path], (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
     return next(one for one in paths if not one.exists())
+
+
+def _plan_text(plan: Plan) -> str:
+    """Return the plan's tables; of buckets that were made in the run, of which nothing is predicted, a line."""
+    if plan.predicted is None and plan.buckets[0].reason and plan.buckets[0].reason.startswith(AS_DDP):
+        return f"{pluralize(len(plan.buckets), 'bucket')}, {plan.buckets[0].reason}; nothing is predicted of them"
+    console = make_console()
+    with console.capture() as shown:
+        print_plan(plan, console, buckets=True)
+    return shown.get().rstrip()
 
 
 def attach(

@@ -10,6 +10,8 @@ from planner.strategies.baselines import ddp_buckets
 from runtime.checks.plan import dtype_name
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
+AS_DDP = "as DistributedDataParallel cuts"
+
 
 def ddp_plan(
     parameters: Mapping[str, nn.Parameter], order: Sequence[str], model: ModelReference, world: PlanWorld,
@@ -21,7 +23,7 @@ def ddp_plan(
     sizes_bytes = [parameters[name].numel() * parameters[name].element_size() for name in order]
     kinds = {dtype: at for at, dtype in enumerate(dict.fromkeys(dtype_name(parameters[n].dtype) for n in order))}
     members = ddp_buckets(sizes_bytes, [kinds[dtype_name(parameters[name].dtype)] for name in order], cap_mib)
-    cut = "as DistributedDataParallel cuts" + ("" if cap_mib is None else f" at {cap_mib:g} MiB")
+    cut = AS_DDP + ("" if cap_mib is None else f" at {cap_mib:g} MiB")
     return Plan(
         model=model,
         world=world,

@@ -36,7 +36,7 @@ from planner.online.measuring import (
     us_per_byte,
     with_own_messages,
 )
-from planner.online.trying import BLOCK_STEPS, climb, judge
+from planner.online.trying import BLOCK_STEPS, FEWEST_ROUNDS, climb, judge
 from planner.profile.request import LOGGER, heard
 from planner.strategies.baselines import CAPS_MIB
 from runtime.errors import CacheWarning, PlannerError
@@ -53,6 +53,9 @@ Way = Literal["off", "report", "auto"]
 """DDP's buckets and no more; measured and said, never switched; all of it."""
 
 WARM_UP_STEPS, MEASURED_STEPS = 10, 20
+FIRST_STAGE = (
+    "the first steps warm up, then steps are measured; a plan takes some 100 steps of 50 ms, more of shorter ones"
+)
 USUAL_STEP_US = 1e5
 LINKS_SHARE, PASSES = 0.018, 3
 """What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
@@ -122,9 +125,11 @@ class Pilot:
         """What of a step is in no prediction, on rank 0."""
         self._lost_steps = 0.0
         """What trials have cost, in steps of the plans that they began with."""
+        self._stage: tuple[str, int] | None = (FIRST_STAGE, WARM_UP_STEPS + 2)
+        """What the run does before it has something to say, and the step at which that ends."""
         remembered = self.opening.remembered
         if remembered is not None:
-            self.decided, self._profile = remembered.plan, remembered.profile
+            self.decided, self._profile, self._stage = remembered.plan, remembered.profile, None
             self.story += [*remembered.story, "another run begins"]
             self.tell(f"planned from the first step, with {self._called(remembered.plan)} that an earlier run kept")
         self._course = self._run()
@@ -132,6 +137,19 @@ class Pilot:
     def step_done(self) -> Plan | None:
         """See `runtime.session.session.Director`."""
         return next(self._course, None)
+
+    @property
+    def stage(self) -> str | None:
+        """What planning does now and how many steps that still takes; None where it waits for nothing."""
+        if self._stage is None or self.opening.way == "off":
+            return None
+        what, end = self._stage
+        left = max(0, end - self.session.step)
+        more = f", for about {pluralize(left, 'more step')}" if left else ""
+        return f"now, after {pluralize(self.session.step, 'step')}: {what}{more}"
+
+    def _begin_stage(self, what: str, steps: int) -> None:
+        self._stage = what, self.session.step + steps
 
     def close(self) -> None:
         """End what runs beside training."""
@@ -232,10 +250,12 @@ class Pilot:
     def _improve(self) -> Steps[None]:
         """Measure the present plan's steps, decide, and keep what is faster."""
         self.session.recorder.each_gradient = True
+        self._begin_stage(FIRST_STAGE, WARM_UP_STEPS)
         yield from self._wait(WARM_UP_STEPS)
         samples, curve = yield from self._measure()
         self.session.recorder.each_gradient = self.session.recorder.clock.cheap
         if not samples:
+            self._stage = None
             self.tell("nothing was measured: no step was seen from the model's forward to the end of backward; call "
                       "the model itself, or give a plan", aloud=True)  # fmt: skip
             return
@@ -263,6 +283,7 @@ class Pilot:
             )
         if self._off > FAR_OFF and self.opening.way == "auto" and not self._present.sharded:
             yield from self._try_sizes(tried)
+        self._stage = None
         self._remember()
 
     def _measure(self) -> Steps[tuple[list[RankSample], Curve]]:
@@ -277,6 +298,9 @@ class Pilot:
         byte_us = us_per_byte([sample.overlap for sample, _ in first if sample], model_bytes)
         sizes = probe_sizes(model_bytes)
         expected_us = [LinkProbe.calls(size) * (START_UP_US + size * byte_us) for size in sizes]
+        waits = [max(1, math.ceil(time_us / (LINKS_SHARE * step_us))) for time_us in expected_us]
+        self._begin_stage("steps and messages are measured; then rank 0 decides, and what it found is tried",
+                          PASSES * sum(waits))  # fmt: skip
         begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
         try:
             for number in range(PASSES):
@@ -304,6 +328,7 @@ class Pilot:
         `profile` is what it is decided on, called on rank 0 alone; `tried` are digests of the present plan and of those
         that were tried.
         """
+        self._begin_stage("rank 0 decides, which takes some seconds; what it finds is tried", 0)
         problem: str | None = None
         sized = self._sized()
         if self.session.world.rank == 0:
@@ -365,6 +390,8 @@ class Pilot:
         Waits until trials may cost something again.
         """
         enough = math.ceil((self._lost_steps + LEAST_LOSS_STEPS) / MAY_LOSE)
+        self._begin_stage(f"{self._called(plan)} is tried",
+                          max(0, enough - self.session.step) + 2 * BLOCK_STEPS * FEWEST_ROUNDS)  # fmt: skip
         yield from self._wait(max(0, enough - self.session.step))
         plans = {"new": plan, "old": self._present}
         rounds: list[tuple[float, float]] = []

@@ -30,6 +30,11 @@ MAX_NAMES = 3000
 
 NAME_WIDTH = 80
 
+NO_PREDICTION = (
+    "It carries no prediction: `planner optimize` makes plans that do, and a run without a plan once it has measured "
+    "its steps."
+)
+
 LABELS = {"timeline": "Time line of the plan and its baselines", "scaling": "Predicted step over numbers of ranks"}
 """Of the figures, for those who cannot see them."""
 
@@ -133,7 +138,7 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
     gradients, count = pluralize(len(plan.gradients), "gradient"), pluralize(len(plan.buckets), "message")
     text = f"{gradients} {'is' if len(plan.gradients) == 1 else 'are'} communicated in {count} a step."
     if predicted is None:
-        return [f"{text} The plan carries no prediction; `planner optimize` makes plans that do."]
+        return [f"{text} {NO_PREDICTION}"]
     text += f" A step is predicted to take {milliseconds(predicted.iteration_us)} ms"
     if predicted.exposed_us is not None:
         text += f", of which {milliseconds(predicted.exposed_us)} ms are communication that compute does not hide"
@@ -186,7 +191,7 @@ def _measured_text(measured: MeasuredStep) -> str:
 
 def _reading_words(tracks: Sequence[Track]) -> list[str]:
     if not tracks:
-        return ["The plan holds no time line; `planner optimize` makes plans that do."]
+        return [f"The plan holds no time line. {NO_PREDICTION}"]
     joined = any((bar.tasks or 1) > 1 for track in tracks for bar in track.bars)
     whose = "the plan's step" if tracks[0].name.startswith("plan") else f"the step of {tracks[0].name}"
     words = (

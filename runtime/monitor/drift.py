@@ -33,8 +33,8 @@ SLOWER, NOT_SLOWER = 0.20, 0.10
 median of all is less than 10 % above it."""
 
 HINT = (
-    "planner.replan(session) adapts the plan while the run goes on; or measure again: "
-    "planner profile JOB -o profile.json && planner optimize profile.json -o plan.json"
+    "planner.replan(session) adapts the plan while the run goes on; or measure again, in the script with "
+    "planner.profile_step, or with `planner profile JOB`, and make a new plan with `planner optimize`"
 )
 
 

@@ -212,6 +212,11 @@ class Report:
         write_json(path, self.to_document())
 
     def __str__(self) -> str:
+        if not self.steps:
+            return (
+                f"rank {self.rank} of {self.ranks}: no step of this plan was seen whole yet, from the model's forward "
+                f"to the last averaged gradient; train on, and call the model itself"
+            )
         predicted = ""
         if self.predicted_us is not None and self.error is not None:
             predicted = f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})"
@@ -346,10 +351,12 @@ def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float
 
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
-    norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None,
+    norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None, *,
+    in_run: bool = False,
 ) -> Report:  # fmt: skip
     """Return means over the middle half of the recorded steps. `samples`: of lossy buckets by their index; `norms` and
-    `step`: what those took, where there are any; `sends`: the collective of all buckets, where the plan says another.
+    `step`: what those took, where there are any; `sends`: the collective of all buckets, where the plan says another;
+    `in_run`: plans are made in the run.
     """
     steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
     middle = _middle(steps)
@@ -381,11 +388,11 @@ def make_report(
         step=step,
         interfaces=plan.interfaces,
         # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
-        cause=_cause(plan, list(recorder.steps), recorder.clock) if kind == (1, 1) else None,
+        cause=_cause(plan, list(recorder.steps), recorder.clock, in_run=in_run) if kind == (1, 1) else None,
     )  # fmt: skip
 
 
-def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
+def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock, *, in_run: bool) -> str | None:
     known, predicted = complete(steps, clock), predicted_times(plan)
     if len(known) < MIN_STEPS or predicted is None:
         return None
@@ -396,6 +403,7 @@ def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
         predicted_computed_us=predicted.compute_us + (predicted.update_us if updated else 0.0),
         step_us=measured.step_us,
         predicted_step_us=predicted.step_us if updated else predicted.exchanged_us,
+        in_run=in_run,
     )
 
 

@@ -381,7 +381,7 @@ class Session:
         """Predicted against measured, over the last steps of this run on this rank."""
         return make_report(
             self.plan, self.recorder, self.world, self.samples, self._norms.report(), self.mode.report(),
-            self.mode.sends,
+            self.mode.sends, in_run=self.director is not None,
         )  # fmt: skip
 
     @property

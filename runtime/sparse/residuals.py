@@ -200,7 +200,11 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
         and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried", "weights"}
         and isinstance(carried, dict)
         and (not carried or ("rank" in one and set(carried) - {"starts"} == {"residuals", "steps", "loss_scale"}))
+        and all(isinstance(number, int) for number in (one["ranks"], one.get("rank", 0), carried.get("steps", 0)))
         and all(isinstance(carried.get(parts, {}), dict) for parts in ("residuals", "starts"))
+        and all(
+            isinstance(part, Tensor) for parts in ("residuals", "starts") for part in carried.get(parts, {}).values()
+        )
     )
     if not good:
         found = f"a dict with {sorted(map(str, one))}" if isinstance(one, dict) else type(one).__name__

@@ -318,7 +318,20 @@ def ways() -> dict[str, bool]:
                 story = " ".join(session.pilot.story) if session.pilot else ""
                 results[f"{way}: DDP's buckets"] = len(session.plan.buckets) == 1
                 results[f"{way}: {story}"] = ("PLANNER=auto would try it" in story) == (way == "report")
+                text = session.explain(None)
+                results[f"{way}, explained: {text}"] = "planner profile" not in text and "profile again" not in text
                 side.close()
+        side = online()
+        for count in (0, 3):
+            steps(side, range(count))
+            text = session_of(side).explain(None)
+            more = f"now, after {count} steps: the first steps warm up"
+            results[f"short run, says what is missing: {text}"] = more in text and f"{12 - count} more steps" in text
+            results[f"short run, nothing empty: {text}"] = "nothing is predicted of them" in text and "│" not in text
+            results[f"short run, no figures of no steps: {text}"] = ("no step of this plan was seen" in text) == (
+                count == 0
+            )
+        side.close()
         with mock.patch.dict(os.environ, {"PLANNER": "fast" if dist.get_rank() == 0 else "auto"}):
             said = raised(online)
         results |= told(said, ["PLANNER: found 'fast', expected one of: off, report, auto"])
