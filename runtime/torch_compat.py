@@ -58,8 +58,19 @@ def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: b
 
 
 def hook_after_forward(module: torch.nn.Module, hook: ModuleHook) -> RemovableHandle:
-    """See `hook_before_forward`."""
-    return torch.nn.Module.register_forward_hook(module, hook)
+    """Register a hook that is called after a module's forward, also where that raised; see `hook_before_forward`."""
+    return torch.nn.Module.register_forward_hook(module, hook, always_call=True)
+
+
+def may_have_methods(module: torch.nn.Module) -> bool:
+    """Tell whether a method among a module's attributes is copied and saved with it as torch and Python do by default,
+    or left out.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    kind = type(module)
+    plain = (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
+    return isinstance(module, OptimizedModule) or (plain and not isinstance(module, torch.jit.ScriptModule))
 
 
 def is_tracing() -> bool:

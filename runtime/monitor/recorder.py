@@ -21,6 +21,7 @@ class StepMarks:
     """The marks of one step; None where something did not happen."""
 
     __slots__ = (
+        "aligned",
         "backward",
         "backward_end",
         "end",
@@ -46,6 +47,8 @@ class StepMarks:
         self.backward_end: Any = None
         self.end: Any = None
         """All gradients are averaged."""
+        self.aligned: Any = None
+        """Buffers are rank 0's."""
         self.update: Any = None
         self.update_end: Any = None
         self.ready: list[Any] = [None] * gradients
@@ -128,6 +131,9 @@ class Recorder:
         self._now.end = self.clock.mark()
         self.steps.append(self._now)
         self._now = StepMarks(*self._shape)
+
+    def buffers_aligned(self) -> None:
+        self.steps[-1].aligned = self.clock.mark()
 
     def _before_update(self, *_: Any) -> None:
         if self.steps and self.steps[-1].update_end is None:  # else a closure is about to make the next step

@@ -68,7 +68,8 @@ def attach(
         plan: a plan, or the path of plan.json; the same on every rank.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
-        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
+        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's in each step, as DDP does. False leaves each rank
+            its own, here too.
         timeout_s: deadline of every wait; default: the process group's own, as for DDP, so that a rank may be busy for
             long outside of a step. A wait of 20 predicted steps, and at least 30 s, is said then, once
             (`runtime.LongWaitWarning`), and a rank on the same machine whose process is stopped is not waited for.
@@ -136,14 +137,15 @@ def attach_as(
     predicted_us = loaded.predicted.iteration_us if loaded and loaded.predicted else 0.0
     world = World.join(process_group, *deadlines(timeout_s, process_group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
-        plan = _agree(world, model, loaded, problem, mesh, _form_of(model) if sync else "")
+        plan = _agree(world, model, loaded, problem, mesh, _form_of(model, broadcast_buffers) if sync else "")
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(plan, inner_optimizer(optimizer))
         if drift and world.rank == 0:
             warn_of_torch(plan)
         if sync:
-            world.broadcast([*exchanged_parameters(model), *exchanged_buffers(model)])
+            followed = exchanged_buffers(model) if broadcast_buffers else []
+            world.broadcast([*exchanged_parameters(model), *followed])
         return kind(
             model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift, loss_scale=loss_scale,
             guard=guard,
@@ -153,10 +155,10 @@ def attach_as(
         raise
 
 
-def _form_of(model: nn.Module) -> str:
-    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint."""
-    ignored = ignored_ids(model)
-    named = [(n, t) for n, t in chain(model.named_parameters(), model.named_buffers()) if id(t) not in ignored]
+def _form_of(model: nn.Module, buffers: bool) -> str:
+    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint; `buffers`: whether those do."""
+    ignored, others = ignored_ids(model), model.named_buffers() if buffers else ()
+    named = [(n, t) for n, t in chain(model.named_parameters(), others) if id(t) not in ignored]
     if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for _, tensor in named):
         return ""  # refused by name
     return fingerprint((canonical_name(name), tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named)

@@ -322,6 +322,8 @@ def _optimizer_steps(recorded: Sequence[StepMarks], clock: Clock) -> Iterator[_S
             # A closure's backward comes after the optimizer's step has begun: then the update is not known apart.
             timed = updated and marks.update is not None
             update_us = clock.between_us(marks.update, marks.update_end) if timed else 0.0
+            if timed and marks.aligned is not None:
+                update_us += clock.between_us(marks.end, marks.aligned)
             first = known[0].marks.micro_batches
             start = first[0][0] if first else known[0].begun
             yield _Step(known, update_us, start, marks.update_end if updated else marks.end)

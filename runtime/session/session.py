@@ -122,9 +122,11 @@ class Session:
         if updated is not None and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
+        self._buffers: BufferSync | None = None
         if broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
-            self._handles += BufferSync(world, model, synchronizing, own).install()
+            self._buffers = BufferSync(world, model, self.device, synchronizing, own)
+            self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
         self._handles += self.recorder.observe(model, self.optimizer)
@@ -188,6 +190,8 @@ class Session:
 
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
+        if self._buffers is not None and self._buffers.align():
+            self.recorder.buffers_aligned()
         self.step += 1
         self.mode.exchanged()
         if self._pending is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from session_checks import OPTIMIZERS, convnet, digest, images, plan_of, train
+from session_checks import OPTIMIZERS, convnet, digest, follow_rank_0, images, plan_of, train
 from step_checks import raised
 from torch import Tensor, nn
 from torch.nn import functional
@@ -89,6 +89,8 @@ def reassigned_buffers() -> bool:
             optimizer.step()
         if session is not None:
             session.detach()
+        else:
+            follow_rank_0(model)
         return digest(model)
 
     return run(True) == run(False)

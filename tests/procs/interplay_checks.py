@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from interplay_buffers_checks import BUFFER_CHECKS
 from interplay_changes_checks import CHANGE_CHECKS
 from interplay_compile_checks import COMPILE_CHECKS
 from interplay_copies_checks import COPY_CHECKS
@@ -37,6 +38,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **COPY_CHECKS,
     **TRAINING_CHECKS,
     **WRAPPER_CHECKS,
+    **{f"buffers-{name}": check for name, check in BUFFER_CHECKS.items()},
     **{f"changed-{name}": check for name, check in CHANGE_CHECKS.items()},
     **{f"refused-{name}": check for name, check in REFUSAL_CHECKS.items()},
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from session_checks import plan_of
+from session_checks import follow_rank_0, plan_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +106,11 @@ def like_ddp(
 
 
 def outcome(side: Side, returned: Any = None) -> dict[str, Any]:
-    """All that training has changed, by kind, as plain values and copies."""
+    """All that training has changed, by kind, as plain values and copies; of DDP the buffers that its next forward
+    would begin with.
+    """
+    if isinstance(side.forward, DistributedDataParallel):
+        follow_rank_0(side.model)
     return {
         "parameters": clone(dict(side.model.named_parameters())),
         "buffers": clone(dict(side.model.named_buffers())),

@@ -28,7 +28,7 @@ from interplay_harness import (
     with_ddp,
     with_plan,
 )
-from session_checks import plan_of
+from session_checks import follow_rank_0, plan_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +51,7 @@ def batchnorm(momentum: float | None) -> dict[str, bool]:
         steps(side, range(2))
         side.model.eval()
         with torch.no_grad():
-            found.append(clone(side.model(torch.ones(2, 6))))
+            found.append(clone(side.forward(torch.ones(2, 6))))
         side.model.train()
         side.optimizer.zero_grad()
         with side.no_sync():
@@ -320,13 +320,15 @@ def odd_dtypes() -> dict[str, Any]:
 
 
 def evaluation_alone() -> dict[str, bool]:
-    """Between steps rank 0 alone evaluates, with and without gradients."""
+    """Between steps one rank alone evaluates, in either of two ways; with the buffers of all ranks' evaluation."""
 
     def loop(side: Side) -> list[Any]:
         found = []
-        for step in range(3):
+        for step in range(4):
             steps(side, [step])
-            if dist.get_rank() == 0:
+            if side.session is None:
+                follow_rank_0(side.model)
+            if dist.get_rank() == step % 2:
                 side.model.eval()
                 with torch.no_grad():
                     found.append(clone(side.model(torch.ones(2, 6))))

@@ -75,12 +75,23 @@ def train(
     set_to_none: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Ordinary steps."""
+    """Ordinary steps; DDP's buffers are then what its next forward would begin with."""
     for step in range(steps):
         x, y = images(step, dtype)
         optimizer.zero_grad(set_to_none=set_to_none)
         functional.cross_entropy(forward(x), y).backward()
         optimizer.step()
+    if isinstance(forward, DistributedDataParallel):
+        follow_rank_0(model)
+
+
+@torch.no_grad()
+def follow_rank_0(model: nn.Module) -> None:
+    """Overwrites buffers of any dtype and layout with rank 0's, as DDP's forward after a step does."""
+    given = [[buffer.clone() for buffer in model.buffers()]]
+    dist.broadcast_object_list(given, 0)
+    for buffer, values in zip(model.buffers(), given[0], strict=True):
+        buffer.data = values
 
 
 def with_ddp(name: str, **options: Any) -> nn.Module:
