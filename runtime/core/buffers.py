@@ -76,7 +76,7 @@ class BufferSync:
         return [hook_before_forward(self._model, ModuleHook(self._before_forward))]
 
     def align(self) -> bool:
-        """Align buffers behind an exchange of gradients, in which all ranks take part. Return whether there was need."""
+        """Align buffers behind an exchange of gradients, in which all ranks take part. Return whether needed."""
         if not (self._follows and self._due) or self._apart():
             return False
         self._exchange()

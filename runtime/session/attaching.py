@@ -156,7 +156,7 @@ def attach_as(
 
 
 def _form_of(model: nn.Module, buffers: bool) -> str:
-    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint; `buffers`: whether those do."""
+    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint; `buffers`: if those do."""
     ignored, others = ignored_ids(model), model.named_buffers() if buffers else ()
     named = [(n, t) for n, t in chain(model.named_parameters(), others) if id(t) not in ignored]
     if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for _, tensor in named):
