@@ -77,7 +77,7 @@ def throughput(line: Line, share: float, slowdown: float = SLOWDOWN) -> float:
     update_us = UPDATE_BYTES * float(line["parameters"]) / ranks / (UPDATE_SHARE * gpu.memory_bytes_per_s) * 1e6
     model_shape = shape(line, share)
     groups = tuple((leaf.module,) for leaf in model_shape.leaves)
-    kept = {name: False for (name,) in groups} if line["sharding"] == "SHARD_GRAD_OP" else {}
+    kept: dict[str, bool | int] = {name: False for (name,) in groups} if line["sharding"] == "SHARD_GRAD_OP" else {}
     costs = replace(
         _costs(MACHINES[line["gpu"]], ranks), compute_factor=slowdown,
         update_us=update_us / int(line["accumulation_steps"]),
