@@ -80,8 +80,8 @@ def measure(case: int) -> tuple[list[float], list[float], int, int]:
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs), "weights differ"
     everyone = world.gather(times_ms, "comparing times")
     slowest = [[max(column) for column in zip(*(rank[way] for rank in everyone), strict=True)] for way in (0, 1)]
-    kept = [state_bytes(optimizer) for _, optimizer, _ in ways]
-    return slowest[0][WARM_UP:], slowest[1][WARM_UP:], kept[0], kept[1]
+    part = ways[1][2].report().step.state_bytes
+    return slowest[0][WARM_UP:], slowest[1][WARM_UP:], state_bytes(ways[0][1].state), part
 
 
 def main() -> None:

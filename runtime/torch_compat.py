@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 
@@ -153,7 +153,7 @@ def own_memory(flat: torch.Tensor) -> torch.UntypedStorage:
     """Return a storage of exactly the elements of a 1-D tensor, whose memory it keeps alive. It cannot be resized. What
     is a part of a buffer is not taken for tied to others there, and is saved alone.
     """
-    return from_dlpack(to_dlpack(flat.detach())).untyped_storage()
+    return from_dlpack(flat.detach()).untyped_storage()
 
 
 def held_by_torch(tensor: torch.Tensor, holders: int = 0) -> bool:
