@@ -6,18 +6,24 @@ reduce-scatter is an all-reduce of a copy, which sends twice that.
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.comm.communicator import to_settle
 from runtime.comm.world import check_timeout_s
+from runtime.errors import CommunicationError
 from runtime.torch_compat import receive, send, wait_for
 
 TAG = 0x5D0000
@@ -26,6 +32,14 @@ PIECE_BYTES = 2**18
 """What is received before it is added up: one piece comes while another one is added."""
 _Ring = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
 """What a message becomes, what it is made of, and among whom."""
+_Calls = SimpleQueue[Callable[[], None] | None]
+"""What a thread carries, one after the other; None ends it."""
+
+
+def _work(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # and with it tensors and the group, before the next one comes
 
 
 class SerialMessages:
@@ -39,7 +53,12 @@ class SerialMessages:
         """`number`: the same on all ranks, and another one than that of others with messages on the same group."""
         check_timeout_s(timeout_s)
         self._limit, self._tag = timedelta(seconds=timeout_s), TAG + number
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner fsdp2")
+        self._calls: _Calls = SimpleQueue()
+        # A daemon: a script that raises ends, though other ranks never answer what is under way.
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name="planner fsdp2", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None)
+        to_settle.add(self)
         self._pieces = torch.empty(2, PIECE_BYTES, dtype=torch.uint8)
         self._failure: BaseException | None = None
 
@@ -58,17 +77,27 @@ class SerialMessages:
         return self._begin(ring, own, given, group)
 
     def _begin(self, ring: _Ring, to: Tensor, of: Tensor, group: dist.ProcessGroup) -> Future[None]:
-        # The executor keeps what it was given until after it has told that the call is over.
-        return self._thread.submit(self._carry, ring, [of, to], group)
+        message: Future[None] = Future()
+        # The thread keeps what it was given until after it has told that the call is over.
+        self._calls.put(partial(self._carry, message, ring, [of, to], group))
+        return message
 
-    def _carry(self, ring: _Ring, lent: list[Tensor], group: dist.ProcessGroup) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _carry(self, message: Future[None], ring: _Ring, lent: list[Tensor], group: dist.ProcessGroup) -> None:
         try:
-            ring(lent.pop(), lent.pop(), group)
+            if self._failure is None:
+                ring(lent.pop(), lent.pop(), group)
         except BaseException as error:
             self._failure = error
-            raise
+        if self._failure is None:
+            message.set_result(None)
+        else:
+            message.set_exception(self._failure)
+
+    def settle(self, deadline: float) -> None:
+        """Begin nothing more, and give the thread until `deadline` (monotonic) for what is under way."""
+        self._failure = self._failure or CommunicationError("the script has ended")
+        self._calls.put(None)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
         rank, ranks = group.rank(), group.size()

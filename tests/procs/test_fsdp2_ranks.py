@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import fsdp2_checks
@@ -59,6 +62,37 @@ def test_gradients_are_reduced_as_the_script_asks(ranks: list[dict[str, Any]]) -
         rounds = 0.0 if len(ranks) == 2 else 1e-4
         assert rank["reductions"].keys() >= {"divide factor", "all-reduce hook", "two models"}
         assert {name: off for name, off in rank["reductions"].items() if off > rounds} == {}
+
+
+RAISES = """
+import sys
+import torch
+import torch.distributed as dist
+from runtime.fully_sharded.messages import SerialMessages
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+if rank == 0:
+    sys.stdin.read()  # alive, and never comes
+SerialMessages(600.0).gather(torch.zeros(2), torch.zeros(1), dist.group.WORLD)
+raise LookupError("on purpose")
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_raises_ends_with_messages_under_way(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", RAISES, str(tmp_path / "met"), str(rank)]
+        ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        _, said = ranks[1].communicate(timeout=300)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[1].returncode == 1
+    assert said.endswith("LookupError: on purpose\n")
 
 
 def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
