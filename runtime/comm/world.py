@@ -334,10 +334,12 @@ class World:
         return whole
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype."""
+        """Overwrite the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype. Those on
+        the device meta have no values.
+        """
         if self.group is None:
             return
-        for chunk in _chunks(tensors):
+        for chunk in _chunks(tensor for tensor in tensors if not tensor.is_meta):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             what = "the broadcast of rank 0's parameters and buffers"
             with self.error_context(what):

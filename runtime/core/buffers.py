@@ -152,7 +152,8 @@ class BufferSync:
         self._modules = list(self._model.modules())
         self._tables = Tables(self._modules, "_buffers")
         ignored = ignored_ids(self._model)
-        self._named = [one for one in self._model.named_buffers() if id(one[1]) not in ignored]
+        found = self._model.named_buffers()
+        self._named = [one for one in found if id(one[1]) not in ignored and not one[1].is_meta]
         self._buffers = [buffer for _, buffer in self._named]
         self._shapes = [buffer.shape for buffer in self._buffers]
 

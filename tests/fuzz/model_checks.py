@@ -52,10 +52,8 @@ class Loop:
         self.case, self.rank, self.log = case, dist.get_rank(), list[tuple[str, Tensor | None]]()
         self.model = RandomModel(case)
         if case.start_apart:
-            # Where buffers are not broadcast, DDP leaves each rank's as they are; attach makes them equal at first.
-            buffers = self.model.buffers() if case.broadcast_buffers else ()
             with torch.no_grad():
-                for tensor in [*self.model.parameters(), *buffers]:
+                for tensor in [*self.model.parameters(), *self.model.buffers()]:
                     tensor.add_(self.rank)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = OPTIMIZERS[case.optimizer](self.trainable)
@@ -196,7 +194,7 @@ def difference(case: Case, group: dist.ProcessGroup) -> str | None:
     expected = Loop(case, kind, group).run()
     loop = Loop(case, "plan", group)
     found = loop.run()
-    # Parameters and their gradients; buffers belong to each rank until the next forward.
+    # Parameters and their gradients; buffers belong to each rank where a step was given up.
     kept = [bits(p) for p in loop.model.parameters()]
     kept += [bits(p.grad) for p in loop.model.parameters() if p.grad is not None]
     mine = hashlib.sha256(b"".join(one.numpy().tobytes() for one in kept)).hexdigest()
@@ -259,7 +257,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "the last element is not summed": (runtime.modes.base, "collective_of", lambda _bucket: _all_but_the_last),
     "large gradients are not scaled": (Slot, "take", _unscaled),
     "unused parameters count as used": (UsageFlags, "used_somewhere", lambda flags: set(range(flags._parameters))),
-    "buffers stay apart": (BufferSync, "_exchange", lambda _self: None),
+    "buffers stay apart": (BufferSync, "_unpack", lambda _self: None),
 }
 
 

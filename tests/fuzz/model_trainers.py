@@ -48,18 +48,18 @@ class Trainer(Protocol):
 
 @torch.no_grad()
 def follow_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites them with rank 0's."""
+    """Overwrites them with rank 0's, as no change that autograd counts."""
     for tensor in tensors:
         values = tensor.contiguous()
         dist.broadcast(values, group=group, group_src=0)
-        tensor.copy_(values)
+        tensor.data.copy_(values)
 
 
 class WithDDP:
     """The reference wherever DDP supports the case."""
 
     def __init__(self, model: RandomModel, case: Case, group: dist.ProcessGroup) -> None:
-        self._model, self._group = model, group
+        self._followers, self._group = list(model.buffers()) if case.broadcast_buffers else [], group
         self.forward = DistributedDataParallel(
             model,
             process_group=group,
@@ -69,14 +69,16 @@ class WithDDP:
         self.no_sync = self.forward.no_sync
 
     def after_backward(self, synchronized: bool) -> None:
-        """DDP has done it."""
+        """DDP has done it, but for the buffers, which follow rank 0 in its next forward."""
+        if synchronized:
+            follow_rank_0(self._followers, self._group)
 
     def gave_up(self, synchronized: bool) -> None:
         """Nothing was exchanged."""
 
     def reattach(self) -> None:
         """DDP goes on; buffers follow rank 0, as after any attach."""
-        follow_rank_0(self._model.buffers(), self._group)
+        follow_rank_0(self._followers, self._group)
 
     def close(self) -> None:
         """Ends with its last reference."""
@@ -86,13 +88,14 @@ class ByHand:
     """The reference elsewhere: the gradient of each rank, scaled as DDP does, then summed, after backward."""
 
     def __init__(self, model: RandomModel, case: Case, group: dist.ProcessGroup) -> None:
-        self._model, self._case, self._group = model, case, group
+        self._model, self._group = model, group
+        self._followers = list(model.buffers()) if case.broadcast_buffers else []
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
         self._synchronized = self._due = True
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._note_used, index))
-        follow_rank_0([*model.parameters(), *model.buffers()], group)
+        follow_rank_0([*model.parameters(), *self._followers], group)
 
     def _note_used(self, index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:  # autograd calls hooks for undefined gradients, too
@@ -100,8 +103,8 @@ class ByHand:
 
     def forward(self, *arguments: Any) -> Any:
         """The model's forward; buffers follow rank 0 where DDP's would."""
-        if self._due and self._case.broadcast_buffers:
-            follow_rank_0(self._model.buffers(), self._group)
+        if self._due:
+            follow_rank_0(self._followers, self._group)
         self._due = self._synchronized
         return self._model(*arguments)
 
@@ -115,9 +118,10 @@ class ByHand:
             self._synchronized = True
 
     def after_backward(self, synchronized: bool) -> None:
-        """Averages what any rank has used since the last time."""
+        """Averages what any rank has used since the last time; buffers follow rank 0."""
         if not synchronized:
             return
+        follow_rank_0(self._followers, self._group)
         counts = torch.zeros(len(self._parameters))
         counts[sorted(self._used)] = 1.0
         dist.all_reduce(counts, group=self._group)
@@ -136,7 +140,7 @@ class ByHand:
 
     def reattach(self) -> None:
         """Buffers follow rank 0, as after any attach."""
-        follow_rank_0(self._model.buffers(), self._group)
+        follow_rank_0(self._followers, self._group)
         self._due = True
 
     def close(self) -> None:

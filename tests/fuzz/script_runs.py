@@ -367,6 +367,8 @@ class Run:
         if self._habit("scaler") and not self._habit("closure"):
             loss = self.scaler.scale(loss)
         loss.backward()
+        if exchanged:
+            self._align(self.model)
         if exchanged and self.servers is not None:
             group = self.optimizer.param_groups[0]
             self.servers.push(self.model, group["lr"], group.get("momentum", 0.0), self._loss_scale(), self._mean)
@@ -379,6 +381,7 @@ class Run:
         self._zero()
         loss = self._loss(0)
         loss.backward()
+        self._align(self.model)
         if self.script.optimizer == "lbfgs" and not self.side.plans:
             loss = loss.detach() / dist.get_world_size(self.members)
             dist.all_reduce(loss, group=self.members)
@@ -413,6 +416,11 @@ class Run:
         else:
             self.optimizer.step()
 
+    def _align(self, model: nn.Module) -> None:
+        """Gives DDP the buffers that its next forward would begin with: a plan has them behind the exchange."""
+        if not self.side.plans and self.servers is None:
+            follow_rank_0(model.buffers(), self.members)
+
     def _second(self) -> None:
         """Another model with a session of its own, in the same step."""
         if self.second is None:
@@ -425,6 +433,8 @@ class Run:
             self._zero()
             loss = loss + loss_of(self.call(x), y)
         loss.backward()
+        self._align(model)
+        self._align(self.model)
         optimizer.step()
         self._note_model(model)
 
