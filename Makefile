@@ -28,8 +28,9 @@ test-all: $(INSTALLED) chromium  ## all tests, with ranks that start as outside 
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh
 
-fuzz: $(INSTALLED)  ## made-up documents, models and scripts, many more than `make test-all` takes
-	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --fuzz-scripts 2000 --timeout 0 -x -q
+fuzz: $(INSTALLED)  ## made-up documents, models and 2,000 scripts; those that held are not run again
+	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --fuzz-scripts 2000 \
+		--fuzz-resume .fuzz-held --timeout 0 -x -q
 
 lint: $(INSTALLED)  ## style
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 import pytest
 
-DOCUMENTS, MODELS, SCRIPTS, SEED = 400, 40, 60, 0
+DOCUMENTS, MODELS, SCRIPTS, SEED = 400, 40, 100, 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,6 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz-models", type=int, default=MODELS, help="random models to train beside DDP")
     group.addoption("--fuzz-scripts", type=int, default=SCRIPTS, help="random scripts to run beside DDP")
     group.addoption("--fuzz-seed", type=int, default=SEED, help="another seed draws other models and scripts")
+    group.addoption("--fuzz-resume", default="", help="a file of scripts that held: they are not run again")
     group.addoption("--fuzz-replay", default="", help="a failing model's or script's line, to run it alone")
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from late_links import slow
 from model_checks import bits
 from script_runs import Misfit, Run
-from script_sides import WAIT_S, DDPSide, PlanSide
+from script_sides import WAIT_S, AcceleratorSide, DDPSide, PlannerAcceleratorSide, PlanSide
 from scripts import Script, from_line
 from torch import Tensor, nn
 
@@ -82,7 +82,8 @@ def run_side(script: Script, side: DDPSide | PlanSide) -> Outcome:
         if outcome.raised:
             _leave_behind(side, outcome)
             return outcome
-    mine = "" if run.retired else hashlib.sha256(b"".join(bits(p).numpy().tobytes() for p in run.model.parameters()))
+    shared = [p for p in run.model.parameters() if not hasattr(p, "_ddp_ignored")]
+    mine = "" if run.retired else hashlib.sha256(b"".join(bits(p).numpy().tobytes() for p in shared))
     digests = gather(mine if isinstance(mine, str) else mine.hexdigest())
     outcome.agree = run.delayed or len({one for one in digests if one}) == 1
     return outcome
@@ -200,14 +201,15 @@ def run_script(script: Script, group: Group, refused: list[str] | None = None) -
     try:
         # Gathers beside the next forward change nothing: not a bit, nor what is refused.
         late = script.kind == "late"
-        other = PlanSide(script, group.whole(), "sharded") if late else DDPSide(script, group.whole())
+        ddp_side, plan_side = (AcceleratorSide, PlannerAcceleratorSide) if script.framework else (DDPSide, PlanSide)
+        other = PlanSide(script, group.whole(), "sharded") if late else ddp_side(script, group.whole())
         ddp = run_side(script, other)
         if ddp.raised:
             group.members = None
         gc.collect()
         _forget_programs(script)  # their guards leave hooks out: the other side would run this one's
         with slow(SLOW_S) if late else contextlib.nullcontext():
-            plan = run_side(script, PlanSide(script, group.whole()))
+            plan = run_side(script, plan_side(script, group.whole()))
         if plan.raised:
             group.members = None
         verdict = judge(script, ddp, plan)

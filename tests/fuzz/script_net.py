@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from runtime.plan import (
@@ -49,6 +51,40 @@ class _Trap(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
+class Bank(nn.Module):
+    """Remembers what it has seen, in buffers of two dtypes, and adds it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((WIDTH,), 0.01 * rank))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` and what was seen before; same shape."""
+        if self.training:
+            self.seen.lerp_(x.detach().mean(dim=0), 0.1)
+            self.count.add_(1)
+        return x + self.seen.clone()
+
+
+class Growing(nn.Module):
+    """As an observer of quantization: has statistics by channel from the first batch on, in a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` within what was seen in training; same shape."""
+        largest = x.detach().abs().amax(dim=0)
+        if self.training and self.largest.numel() == 0:
+            self.largest.resize_(largest.shape)
+            self.largest.copy_(largest)
+        elif self.training:
+            self.largest.copy_(torch.maximum(self.largest, largest))
+        return x if self.largest.numel() == 0 else x.clamp(-self.largest.clone(), self.largest.clone())
+
+
 class Net(nn.Module):
     """A small classifier with some of `scripts.FEATURES`; the same on every rank."""
 
@@ -70,6 +106,15 @@ class Net(nn.Module):
             self.scale = nn.Parameter(torch.tensor(1.5))
         if self.features & {"unused", "apart"}:
             self.branch = nn.Linear(WIDTH, WIDTH)
+        if "bank" in self.features:  # each rank's own, as long as nothing brings them in line
+            self.bank = Bank(dist.get_rank())
+        if "growing" in self.features:
+            self.growing = Growing()
+        if "expert" in self.features:
+            self.expert = nn.Linear(WIDTH, WIDTH)
+            nn.init.constant_(self.expert.bias, 0.1 * dist.get_rank())
+            ignored = [f"expert.{name}" for name, _ in self.expert.named_parameters()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
         self.dropout = nn.Dropout(0.2 if "dropout" in self.features else 0.0)
         self.uses_branch = True
         """Whether this forward goes through `branch`."""
@@ -97,6 +142,11 @@ class Net(nn.Module):
             hidden = self.large(hidden).view(-1, LARGE, WIDTH).mean(dim=1)
         if self.features & {"unused", "apart"} and self.uses_branch:
             hidden = hidden + self.branch(hidden)
+        for part in ("bank", "growing"):
+            if part in self.features:
+                hidden = getattr(self, part)(hidden)
+        if "expert" in self.features:
+            hidden = hidden + self.expert(hidden)
         logits: Tensor = self.last(self.dropout(hidden))
         return (logits * self.scale, self.scale) if "scale" in self.features else logits
 

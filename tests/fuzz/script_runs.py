@@ -17,7 +17,7 @@ from script_net import BATCH, OPTIMIZERS, WIDTH, Net, batch, loss_of
 from script_sides import DDPSide, PlanSide, Servers
 from scripts import RULES, SHARED, Action, Script
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from runtime.errors import CommunicationError
 from runtime.modes import Delayed
@@ -124,6 +124,32 @@ GLANCES: dict[str, Callable[[Run], list[Tensor]]] = {
 """`scripts.GLANCES`."""
 
 
+def _nested(run: Run) -> None:
+    with run.side.no_sync():
+        with run.side.no_sync():
+            run.micro_batch(0, False)
+        run.micro_batch(1, False)
+    run.micro_batch(2, True)
+
+
+def _triggered(run: Run) -> None:
+    with run.side.no_sync():
+        losses = [run.loss(0), run.loss(1)]
+    run.backward(losses[0], False)
+    with run.side.trigger():
+        run.backward(losses[1], True)
+
+
+def _accumulated(run: Run) -> None:
+    for turn in range(2):
+        with run.side.accumulate():
+            run.micro_batch(turn, bool(turn))
+
+
+MICRO: dict[str, Callable[[Run], None]] = {"nested": _nested, "trigger": _triggered, "accumulate": _accumulated}
+"""Ways to accumulate gradients that are more than `no_sync` around all but the last."""
+
+
 class Run:
     """One script on one side."""
 
@@ -137,6 +163,7 @@ class Run:
         self.number = 0
         """Of the step."""
         self.retired = self.dropped = self.attached = False
+        self.mode = "train"
         self.label = ""
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=10**6)
         self.second: tuple[nn.Module, torch.optim.Optimizer, DDPSide | PlanSide, nn.Module] | None = None
@@ -155,6 +182,7 @@ class Run:
 
     def _build(self, optimizer: str) -> None:
         self.model = Net(self.script.model, self.dtype)
+        self._set_mode()
         parameters = list(self.model.parameters())
         self.optimizer: Any = OPTIMIZERS[optimizer](parameters[:-1] if self.late else parameters)
         self._watch_momenta()
@@ -254,9 +282,9 @@ class Run:
             return self.do_train("1")
         self._zero()
         with self.side.no_sync():
-            self._backward(self._loss(0), False)
+            self.backward(self.loss(0), False)
         self.do_switch(buckets)
-        self._backward(self._loss(1), True)
+        self.backward(self.loss(1), True)
         self._note_gradients()
         self._update()
         self._after_update()
@@ -330,16 +358,25 @@ class Run:
                     parameter.grad = torch.full_like(parameter, 0.01 * (index + self.rank))
 
     def _gradients(self) -> None:
-        micro, every = self._habit("micro"), int(self._habit("every") or 1)
-        silent = 0 if self.dropped or not micro else 1 if micro == "no_sync" else 1 + self.rank % 2
+        micro, every = "" if self.dropped else self._habit("micro"), int(self._habit("every") or 1)
+        if micro in MICRO:
+            MICRO[micro](self)
+            self._note_gradients()
+            return
+        silent = 0 if not micro else 1 if micro == "no_sync" else 1 + self.rank % 2
         for turn, exchanged in enumerate([False] * silent + [True] * every):
             with contextlib.nullcontext() if exchanged else self.side.no_sync():
-                loss = self._loss(turn)
-                self.note(f"loss {turn}", loss)
-                self._backward(loss, exchanged)
+                self.micro_batch(turn, exchanged)
         self._note_gradients()
 
-    def _loss(self, turn: int, *, probing: bool = True) -> Tensor:
+    def micro_batch(self, turn: int, exchanged: bool) -> None:
+        """Forward and backward of one."""
+        loss = self.loss(turn)
+        self.note(f"loss {turn}", loss)
+        self.backward(loss, exchanged)
+
+    def loss(self, turn: int, *, probing: bool = True) -> Tensor:
+        """What a forward of this step gives."""
         self.model.uses_branch = not (
             ("unused" in self.script.model and self.number % 2) or ("apart" in self.script.model and self.rank == 1)
         )
@@ -349,7 +386,8 @@ class Run:
             probe, penalty = (probing and bool(self._habit(one)) for one in ("probe", "penalty"))
             x.requires_grad_(probe or penalty)
             with torch.autocast("cpu", torch.bfloat16, enabled=bool(self._habit("autocast"))):
-                losses.append(loss_of(self.call(x), y))
+                call = self.call.forward if self._habit("call") == "forward" else self.call
+                losses.append(loss_of(call(x), y))
         loss = torch.stack(losses).sum()
         if probe:
             self.note("gradient of the input", torch.autograd.grad(loss, x, retain_graph=True)[0])
@@ -363,12 +401,13 @@ class Run:
             self.note("mean loss", mean)
         return loss
 
-    def _backward(self, loss: Tensor, exchanged: bool) -> None:
+    def backward(self, loss: Tensor, exchanged: bool) -> None:
+        """Of a micro-batch; `exchanged`: whether gradients are averaged over ranks in it."""
         if self._habit("scaler") and not self._habit("closure"):
             loss = self.scaler.scale(loss)
         loss.backward()
         if exchanged:
-            self._align(self.model)
+            self._align(self.side)
         if exchanged and self.servers is not None:
             group = self.optimizer.param_groups[0]
             self.servers.push(self.model, group["lr"], group.get("momentum", 0.0), self._loss_scale(), self._mean)
@@ -379,9 +418,9 @@ class Run:
 
     def _closure(self) -> Tensor:
         self._zero()
-        loss = self._loss(0)
+        loss = self.loss(0)
         loss.backward()
-        self._align(self.model)
+        self._align(self.side)
         if self.script.optimizer == "lbfgs" and not self.side.plans:
             loss = loss.detach() / dist.get_world_size(self.members)
             dist.all_reduce(loss, group=self.members)
@@ -416,16 +455,16 @@ class Run:
         else:
             self.optimizer.step()
 
-    def _align(self, model: nn.Module) -> None:
-        """Gives DDP the buffers that its next forward would begin with: a plan has them behind the exchange."""
-        if not self.side.plans and self.servers is None:
-            follow_rank_0(model.buffers(), self.members)
+    def _align(self, side: DDPSide | PlanSide) -> None:
+        """Bring DDP's buffers to what its next forward begins with: a session does so behind the exchange."""
+        if self.servers is None:
+            side.exchanged()
 
     def _second(self) -> None:
         """Another model with a session of its own, in the same step."""
         if self.second is None:
             return
-        model, optimizer, _, call = self.second
+        model, optimizer, side, call = self.second
         optimizer.zero_grad()
         x, y = batch(100 * self.number + 50, self.rank, self.dtype)
         loss = loss_of(call(x), y)
@@ -433,8 +472,8 @@ class Run:
             self._zero()
             loss = loss + loss_of(self.call(x), y)
         loss.backward()
-        self._align(model)
-        self._align(self.model)
+        self._align(side)
+        self._align(self.side)
         optimizer.step()
         self._note_model(model)
 
@@ -577,7 +616,7 @@ class Run:
     def do_create_graph(self, how: str) -> None:
         """A backward that can be differentiated."""
         self.optimizer.zero_grad()
-        self._loss(5).backward(create_graph=True)
+        self.loss(5).backward(create_graph=True)
         if how == "second":
             torch.stack([p.grad.pow(2).sum() for p in self.model.parameters() if p.grad is not None]).sum().backward()
         self._note_gradients()
@@ -597,7 +636,7 @@ class Run:
         self.model.trap = ("forward" if where == "forward" else "backward") if fails else ""
         told = contextlib.nullcontext() if fails else self._told()
         with contextlib.suppress(ArithmeticError), told, torch.set_grad_enabled(self.side.plans):
-            loss = self._loss(6, probing=False)
+            loss = self.loss(6, probing=False)
             seen = len(self.log)
             if self.side.plans:
                 try:
@@ -753,7 +792,49 @@ class Run:
         with torch.inference_mode() if how == "inference" else torch.no_grad():
             self.model.train(how == "no_grad")
             self.note("evaluation", loss_of(self.model(x), y).clone())
-            self.model.train()
+            self._set_mode()
+
+    def do_validate(self, how: str) -> None:
+        """What is called, by every rank, on two batches of its own."""
+        self.model.uses_branch = True
+        with torch.inference_mode() if how == "inference" else torch.no_grad():
+            self.model.train(how == "no_grad")
+            for turn in range(2):
+                x, y = batch(8000 + 10 * self.number + turn, self.rank, self.dtype)
+                self.note(f"validation {turn}", loss_of(self.call(x), y).clone())
+            self._set_mode()
+        for name, buffer in self.model.named_buffers():
+            self.note(name, buffer)
+
+    def do_mode(self, mode: str) -> None:
+        """From now on: all in training, none, or in evaluation but for what has buffers."""
+        self.mode = mode
+        self._set_mode()
+
+    def _set_mode(self) -> None:
+        self.model.train(self.mode == "train")
+        for part in ("norm", "bank", "growing") if self.mode == "part" else ():
+            if part in self.script.model:
+                getattr(self.model, part).train()
+
+    def do_buffers(self, how: str) -> None:
+        """Changes buffers between two steps."""
+        if how == "update_bn":
+            x, _ = batch(9000 + self.number, self.rank, self.dtype)
+            update_bn([x], self.model)
+            self._set_mode()
+        elif how == "load":
+            first = {
+                name: self.first_state[0][name] for name, _ in self.model.named_buffers() if name in self.first_state[0]
+            }
+            first = {n: t for n, t in first.items() if t.shape == self.model.get_buffer(n).shape}
+            self.model.load_state_dict(first, strict=False)
+        for part in self.model.modules() if how in ("reset", "replace") else ():
+            for name, buffer in part.named_buffers(recurse=False):
+                if how == "reset":
+                    buffer.fill_(self.rank + 1)
+                else:
+                    setattr(part, name, buffer + 1)
 
     def do_copy(self, what: str) -> None:
         """Copies, and trains what was copied."""

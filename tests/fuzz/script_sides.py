@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import GradientState
 from model_trainers import follow_rank_0
 from script_net import DENSITY, Net, plan_of
 from scripts import SHARED, Script
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
+from planner.integrations.accelerate import PlannerAccelerator
 from runtime.checks.plan import trainable_parameters
 from runtime.session.session import Session
 
@@ -38,7 +42,7 @@ class DDPSide:
         self._model, self._feedback.loss_scale = model, loss_scale
         self._ddp = DistributedDataParallel(
             target, process_group=self.group,
-            find_unused_parameters=self.script.habit == "find_unused", static_graph=self.script.habit == "static",
+            **told_of(self.script),
         )  # fmt: skip
         if self.script.kind == "sparse":
             self._feedback.names = {id(p): name for name, p in model.named_parameters()}
@@ -49,9 +53,15 @@ class DDPSide:
         """DDP's."""
         return self._ddp.no_sync()
 
+    def exchanged(self) -> None:
+        """Gradients have been: what buffers come to in the next forward, a session brings them to at once."""
+        if self._ddp.will_sync_module_buffers():
+            self._ddp._sync_buffers()
+
     def reattach(self, _buckets: int) -> None:
         """Buffers follow rank 0, as after any attach."""
-        follow_rank_0(self._model.buffers(), self.group)
+        if not self.script.broadcast:
+            follow_rank_0(self._model.buffers(), self.group)
 
     def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         """The optimizer's state, and no other."""
@@ -98,7 +108,8 @@ class PlanSide:
         self._arguments, self._names = (target, model, optimizer, loss_scale), ()
         self.session = runtime.attach(
             target, optimizer, self._plan(), None if self.group is dist.group.WORLD else self.group,
-            timeout_s=WAIT_S, guard=False, loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
+            timeout_s=WAIT_S, guard=False, broadcast_buffers=not self.script.broadcast,
+            loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
         )  # fmt: skip
         self._names, self.watched = tuple(self.session.parameters), weakref.ref(self.session)
         return target
@@ -111,6 +122,9 @@ class PlanSide:
         """The session's."""
         assert self.session is not None
         return self.session.no_sync()
+
+    def exchanged(self) -> None:
+        """The session has seen it."""
 
     def reattach(self, buckets: int) -> None:
         """Detaches, and attaches another plan."""
@@ -159,6 +173,68 @@ class PlanSide:
         if self.session is not None:
             self.session.detach()
             self.session = None
+
+
+class WithAccelerator:
+    """What a side has in common whose loop is Accelerate's."""
+
+    script: Script
+    accelerator: Accelerator
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, make: Callable[..., Accelerator]
+    ) -> nn.Module:
+        """Makes the Accelerator; returns the prepared model."""
+        GradientState._reset_state()
+        told = DistributedDataParallelKwargs(**told_of(self.script))
+        self.accelerator = make(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[told])
+        self.prepared: nn.Module
+        self.prepared, _ = self.accelerator.prepare(model, optimizer)
+        return self.prepared
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """The Accelerator's."""
+        return self.accelerator.no_sync(self.prepared)  # type: ignore[no-any-return]
+
+    def trigger(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, a backward exchanges though its forward was in `no_sync`."""
+        return self.accelerator.trigger_sync_in_backward(self.prepared)  # type: ignore[no-any-return]
+
+    def accumulate(self) -> contextlib.AbstractContextManager[Any]:
+        """Every second one exchanges."""
+        return self.accelerator.accumulate(self.prepared)  # type: ignore[no-any-return]
+
+
+class AcceleratorSide(WithAccelerator, DDPSide):
+    """The reference of scripts with Accelerate."""
+
+    def attach(self, target: nn.Module, model: nn.Module, optimizer: Any, _loss_scale: Any) -> nn.Module:
+        """Prepares model and optimizer; returns what the loop calls."""
+        self._model = model
+        self._ddp = self.prepare(target, optimizer, Accelerator)  # type: ignore[assignment]
+        return self._ddp
+
+
+class PlannerAcceleratorSide(WithAccelerator, PlanSide):
+    """What is tested of it."""
+
+    def attach(self, target: nn.Module, model: nn.Module, optimizer: Any, loss_scale: Any) -> nn.Module:
+        """Prepares model and optimizer, which attaches."""
+        self._arguments = (target, model, optimizer, loss_scale)
+        make = partial(PlannerAccelerator, plan=self._plan(), timeout_s=WAIT_S)
+        prepared = self.prepare(target, optimizer, make)
+        self.session = self.accelerator.sessions[0]
+        self.watched = weakref.ref(self.session)
+        return prepared
+
+
+def told_of(script: Script) -> dict[str, bool]:
+    """What DDP is told beside the model."""
+    return {
+        "find_unused_parameters": script.habit == "find_unused",
+        "static_graph": script.habit == "static",
+        "broadcast_buffers": not script.broadcast,
+    }
 
 
 class Feedback:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields, replace
 KINDS = ("exact", "sparse", "sharded", "delayed", "late")
 """Of the plan; `late` is sharded, with gathers beside the next forward, and compared with that."""
 SHARED = ("sharded", "late")
-FEATURES = ("norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart")
+FEATURES = (
+    "norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart", "bank", "growing", "expert",
+)  # fmt: skip
 """Of the model; see `script_runs.Net`."""
 PARAMETERS = ("0", "1", "2", "3", "-1")
 RANK = ("0", "1")
@@ -47,6 +49,10 @@ class Script:
     """Gradients per bucket."""
     habit: str = ""
     """What DDP is told: `find_unused`, `static`, or nothing."""
+    broadcast: str = ""
+    """Of buffers: `off` where DDP is told so."""
+    framework: str = ""
+    """`accelerate` where its Accelerator makes DDP, and its counterpart the session."""
     actions: tuple[Action, ...] = ()
 
     def line(self) -> str:
@@ -109,7 +115,8 @@ GLANCES = (
 HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "zero": (("none", "zeros", "skip", "model"), KINDS),
     "clip": (("norm", "norm_loop", "value", "parameter", "off"), KINDS),
-    "micro": (("no_sync", "uneven", "off"), KINDS),
+    "micro": (("no_sync", "uneven", "nested", "trigger", "accumulate", "off"), KINDS),
+    "call": (("forward", "off"), KINDS),
     "every": (("2", "3", "off"), LIKE_DDP),
     "forwards": (("2", "off"), KINDS),
     "autocast": (("on", "off"), LIKE_DDP),
@@ -126,6 +133,13 @@ HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "watch": (("on", "off"), ("late",)),
 }
 """What every step does from then on, by `loop`."""
+WITH_ACCELERATE = ("trigger", "accumulate")
+"""Ways to accumulate gradients that Accelerators alone have."""
+NOT_WITH_ACCELERATE = (
+    "attach", "wrapper", "optimizer", "compile", "drop", "switch", "switch_within", "reattach", "checkpoint", "fail",
+    "resize", "freeze", "thaw", "add_group", "create_graph",
+)  # fmt: skip
+"""Actions that its scripts are drawn without: they attach anew, or are no different with it."""
 
 RULES: dict[str, Rule] = {
     "train": Rule(14, (("1", "2", "3"),)),
@@ -154,6 +168,9 @@ RULES: dict[str, Rule] = {
     "load": Rule(2, (("model", "optimizer", "both"),), LIKE_DDP),
     "checkpoint": Rule(3),
     "evaluate": Rule(3, (("eval", "no_grad", "inference", "copy"),), alone=True),
+    "validate": Rule(3, (("eval", "no_grad", "inference"),)),
+    "mode": Rule(2, (("eval", "part", "train"),)),
+    "buffers": Rule(3, (("reset", "load", "replace", "update_bn"),), alone=True),
     "copy": Rule(2, (("model", "optimizer", "both"),), alone=True, early=True),
     "exchange": Rule(2, (("parameters", "average", "average_and_back", "scaled"),), NOT_DELAYED),
     "compile": Rule(1, (("in_place", "around"), ("eager", "aot_eager")), LIKE_DDP, early=True),
@@ -215,6 +232,8 @@ def _draw(chance: random.Random) -> Script:
         kind=kind,
         ranks=ranks,
         dtype=chance.choice(("float32", "float32", "float64")),
+        broadcast="off" if chance.random() < 0.1 else "",
+        framework="accelerate" if kind == "exact" and chance.random() < 0.25 else "",
         model=features,
         optimizer=optimizer,
         buckets=chance.choice((1, 2, 3, 100)),
@@ -257,6 +276,15 @@ def normal(script: Script) -> Script:
         dtype = "float64"  # sums have several orders
     if script.kind == "delayed":
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
+    framework = script.framework if optimizer != "lbfgs" else ""
+    if framework:
+        actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]
+        actions = [
+            a for a in actions if a.name != "loop" or a.arguments[0] not in ("scaler", "closure", "second", "every")
+        ]
+        features = [feature for feature in features if feature not in ("unused", "apart")]
+    else:
+        actions = [a for a in actions if a.name != "loop" or a.arguments[1] not in WITH_ACCELERATE]
     if optimizer == "lbfgs":
         drop = {"scaler", "closure", "edit", "clip", "penalty", "every"}
         actions = [a for a in actions if a.name != "loop" or a.arguments[0] not in drop]
@@ -266,7 +294,9 @@ def normal(script: Script) -> Script:
     if ("alone",) in {action.arguments for action in actions}:  # of two forwards no gradient comes before it raises
         actions = [a for a in actions if a.arguments[:1] != ("forwards",)]
     if "compile" in names:
-        features = [feature for feature in features if feature not in ("unused", "apart", "checkpoint")]
+        features = [
+            feature for feature in features if feature not in ("unused", "apart", "checkpoint", "growing", "expert")
+        ]
         # Compiled code looks at hooks again only where it is compiled again, which the reference does not come to here.
         actions = [a for a in actions if a.name != "fail"]
     moving = {"unused", "apart"} & set(features) or names & {"freeze", "thaw"}
@@ -276,7 +306,10 @@ def normal(script: Script) -> Script:
         habit = "find_unused"
     if "resize" in names and (script.ranks < 3 or names & {"drop"} or "second" in habits):
         actions = [a for a in actions if a.name != "resize"]
-    return replace(script, dtype=dtype, optimizer=optimizer, habit=habit, model=tuple(features), actions=tuple(actions))
+    return replace(
+        script, dtype=dtype, optimizer=optimizer, habit=habit, framework=framework, model=tuple(features),
+        actions=tuple(actions),
+    )  # fmt: skip
 
 
 # Making a failing script smaller.
@@ -286,7 +319,10 @@ def simpler(script: Script) -> list[Script]:
     """Scripts that are a little simpler, the boldest first."""
     tries = [*_fewer_actions(script)]
     tries += [replace(script, model=tuple(f for f in script.model if f != feature)) for feature in script.model]
-    defaults = {"ranks": 2, "dtype": "float32", "optimizer": "sgd", "buckets": 100, "habit": ""}
+    defaults = {
+        "ranks": 2, "dtype": "float32", "optimizer": "sgd", "buckets": 100, "habit": "", "broadcast": "",
+        "framework": "",
+    }  # fmt: skip
     tries += [replace(script, **{name: value}) for name, value in defaults.items()]  # type: ignore[arg-type]
     for i, action in enumerate(script.actions):
         plainer = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from scripts import KINDS, Script, draw_scripts, from_line, simpler
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
-SCRIPTS, SEED = 60, 0
+SCRIPTS, SEED = 100, 0
 """How many random scripts, and which, where no option says otherwise."""
-BATCH_SCRIPTS = 250
+ROOT, SOURCES = Path(__file__).parents[2], ("planner", "runtime", "tests/fuzz")
+"""What decides whether scripts hold."""
+BATCH_SCRIPTS = 100
 """Scripts per start of processes."""
 ENOUGH, MOST = 20, 0.7
 """Of so many scripts of a kind only this share may be refused: more, and they would test little."""
@@ -37,6 +41,28 @@ FOUND = (
     "sharded dtype=float64: train 2; keep storage; train 2",
 )
 """Scripts that failed once."""
+
+
+class Held:
+    """Lines of scripts that held with the present sources, in a file, so that an interrupted run continues."""
+
+    def __init__(self, path: str) -> None:
+        """Begin anew where the file is of other sources; without a path, remember nothing over runs."""
+        self._path = Path(path) if path else None
+        sources = sorted(one for folder in SOURCES for one in (ROOT / folder).rglob("*.py"))
+        digest = hashlib.sha256(b"".join(one.read_bytes() for one in sources)).hexdigest()
+        known = self._path.read_text().splitlines() if self._path and self._path.exists() else []
+        self.lines = set(known[1:]) if known[:1] == [digest] else set[str]()
+        if self._path and not self.lines:
+            self._path.write_text(f"{digest}\n")
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Remember more."""
+        new = set(lines) - self.lines
+        self.lines |= new
+        if self._path:
+            with self._path.open("a") as file:
+                file.writelines(f"{line}\n" for line in sorted(new))
 
 
 def first(kinds_refused: Path, scripts: list[Script]) -> Failure[Script] | None:
@@ -62,13 +88,15 @@ def test_random_scripts_end_as_with_ddp_or_are_refused(
     if not replay:
         scripts += draw_scripts(count, seed)[:most]
     scripts.sort(key=lambda script: script.ranks)
-    find = partial(first, tmp_path / "refused")
+    find, held = partial(first, tmp_path / "refused"), Held(request.config.getoption("--fuzz-resume", ""))
+    scripts = [script for script in scripts if script.line() not in held.lines]
     for start in range(0, len(scripts), BATCH_SCRIPTS):
         failure = find(scripts[start : start + BATCH_SCRIPTS])
         if failure is not None:
             pytest.fail(f"seed {seed}: {failure if replay else shrunk(failure, find, simpler)}", pytrace=False)
+        held.add(script.line() for script in scripts[start : start + BATCH_SCRIPTS])
     refused = Counter((tmp_path / "refused").read_text().split())
-    print(f"seed {seed}: {len(scripts)} scripts, refused: {dict(refused)}")
+    print(f"seed {seed}: {len(scripts)} scripts, {len(held.lines)} held in all, refused: {dict(refused)}")
     for kind, drawn in Counter(script.kind for script in scripts).items():
         assert drawn < ENOUGH or refused[kind] <= MOST * drawn, f"{refused[kind]} of {drawn} {kind} scripts are refused"
 
