@@ -277,20 +277,25 @@ class Feedback:
             gradient.copy_(part.view_as(gradient))
 
 
+def pushed(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by name but those that DDP is told to ignore."""
+    return [(name, p) for name, p in model.named_parameters() if not hasattr(p, "_ddp_ignored")]
+
+
 class Servers:
     """What owners of the weights come to with a delay: momentum SGD on the mean of what each rank's backward left."""
 
     def __init__(self, model: nn.Module, momenta: dict[str, Tensor]) -> None:
         """Ranks are about to be delayed: their weights are equal, and so is momentum."""
         self._momenta = momenta
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.weights = {name: p.detach().clone() for name, p in pushed(model)}
 
     def push(
         self, model: Net, lr: float, momentum: float, loss_scale: float, average: Callable[[Tensor], None]
     ) -> None:
         """A backward is over; `average` is over ranks, in place. Where any gradient is not finite, it is no step."""
         means: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in pushed(model):
             nothing = parameter.grad is None or not parameter.requires_grad
             mean = torch.zeros_like(parameter) if nothing else parameter.grad.detach() / loss_scale  # type: ignore[union-attr]
             used = torch.tensor(float(not nothing and (model.uses_branch or not name.startswith("branch."))))
@@ -307,7 +312,7 @@ class Servers:
 
     def misfit(self, model: nn.Module) -> str | None:
         """Which of the model's weights, global now, is not what was pushed."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in pushed(model):
             expected = self.weights[name]
             off = float((parameter.detach() - expected).abs().max())
             if not off <= 1e-9 * max(1.0, float(expected.abs().max())):
