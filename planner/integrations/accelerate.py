@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.distributed.algorithms import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from planner.integrations import check_version
@@ -106,7 +106,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
                 )
             self._arguments()
             before = session_of(model)
-            if before is not None:  # of training before `free_memory`, or of a copied model
+            if before is not None:  # of training before `free_memory`
                 detach(before)
             with suppress(AttributeError):
                 del model._is_accelerate_prepared
@@ -188,7 +188,7 @@ def _plain(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-class _Even(Joinable):  # type: ignore[misc]
+class _Even(Joinable):
     """Stands for an attached model in a `Join` that is switched off."""
 
     def __init__(self, device: torch.device) -> None:

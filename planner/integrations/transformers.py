@@ -36,7 +36,8 @@ class PlannerTrainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *arguments: Any, **keywords: Any) -> nn.Module:
         # `Trainer` goes on with what it has wrapped and compiled before; here each training attaches the model itself.
-        return super()._wrap_model(self.model if training else model, training, *arguments, **keywords)
+        mine = self.model if training and self.model is not None else model
+        return super()._wrap_model(mine, training, *arguments, **keywords)
 
     def save_model(self, *arguments: Any, **keywords: Any) -> None:
         """See `Trainer.save_model`; with a plan that is not drop-in every rank calls this."""
