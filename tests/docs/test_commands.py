@@ -22,7 +22,7 @@ from planner.documents.nccl import Nccl
 
 SHORTER = {
     "profile": "--budget-s 5", "compare": "--steps 2 --rounds 2", "run": "--steps 2",
-    "rehearse": "--hosts 2x1 --minutes 0.4",
+    "rehearse": "--hosts 2x1 --minutes 0.5",
 }  # fmt: skip
 """By command of planner."""
 SHORTER_SCRIPT = "--steps 4"
