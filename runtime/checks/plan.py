@@ -134,6 +134,22 @@ def check_model(model: nn.Module) -> str | None:
     return None
 
 
+def check_buffers(model: nn.Module) -> str | None:
+    """Return why the model's buffers cannot be overwritten with rank 0's, or None."""
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, nn.UninitializedBuffer):
+            continue
+        found = "was made in torch.inference_mode" if buffer.is_inference() else None
+        if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+            found = "has several elements in one place (expand does that)"
+        if found is not None:
+            return (
+                f"{name} {found} and cannot be written to, but buffers follow those of rank 0; expected plain tensors: "
+                f"register buffer.clone(), or leave each rank its own by attach(…, broadcast_buffers=False)"
+            )
+    return None
+
+
 def check_plan(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -> str | None:
     """Return the first reason why this plan cannot drive these trainable parameters on this many ranks, or None."""
     if plan.fsdp2 is not None:

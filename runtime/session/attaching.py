@@ -15,6 +15,7 @@ from runtime.checks.backend import check_backend
 from runtime.checks.optimizer import check_optimizer, check_owner, warn_of_selection
 from runtime.checks.plan import (
     check_attached,
+    check_buffers,
     check_model,
     check_plan,
     dtype_name,
@@ -128,6 +129,7 @@ def attach_as(
     try:  # what is wrong on this rank is reported to all ranks, so that none waits for this one
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
         problem = check_attached(model, attached) or check_owner(model, optimizer)
+        problem = problem or (check_buffers(model) if broadcast_buffers else None)
         problem = problem or check_optimizer(loaded, optimizer, dict(model.named_parameters()))
     except InputError as error:
         problem = str(error)

@@ -92,6 +92,17 @@ def _updated_in_backward() -> nn.Module:
     return model
 
 
+def _buffered(buffer: torch.Tensor) -> nn.Module:
+    model = mlp()
+    model.register_buffer("mask", buffer)
+    return model
+
+
+@torch.inference_mode()
+def _made_in_inference() -> torch.Tensor:
+    return torch.zeros(3)
+
+
 AT_ATTACH: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "sparse embedding": (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), ["0 is an embedding", "sparse=False"]),
     "sparse embedding bag": (lambda: nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True, mode="sum")), ["sparse=False"]),
@@ -110,6 +121,11 @@ AT_ATTACH: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "grad_dtype": (_other_grad_dtype, ["0.weight has the grad_dtype torch.bfloat16", "leave grad_dtype"]),
     "replicate": (_replicated, ["wrapped in DDPSequential"]),
     "optimizer in backward": (_updated_in_backward, ["0.weight has an optimizer that steps in backward"]),
+    "expanded buffer": (
+        lambda: _buffered(torch.zeros(1).expand(3)),
+        ["mask has several elements in one place", "clone()"],
+    ),
+    "inference buffer": (lambda: _buffered(_made_in_inference()), ["mask was made in torch.inference_mode", "clone()"]),
     "lazy": (_lazy, ["1.weight has no shape yet", "one forward before attach"]),
 }
 
