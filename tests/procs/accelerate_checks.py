@@ -51,6 +51,14 @@ def state(*models: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def evaluated(*models: nn.Module) -> dict[str, Tensor]:
+    """As `state`, after an evaluation, before which DDP brings buffers in line; planner has done so after the step."""
+    with torch.no_grad():
+        for model in models:
+            model.eval()(data(0)[0])
+    return state(*models)
+
+
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -83,7 +91,7 @@ def in_turn(make: Make) -> dict[str, Tensor]:
         accelerator.backward(mse_loss(model(data(step + 3)[0]), data(step + 3)[1]))
         optimizer.step()
         optimizer.zero_grad()
-    return state(model)
+    return evaluated(model)
 
 
 def accumulated(make: Make, each: bool) -> dict[str, Tensor]:
@@ -99,7 +107,7 @@ def accumulated(make: Make, each: bool) -> dict[str, Tensor]:
             for optimizer in (one, other):
                 optimizer.step()
                 optimizer.zero_grad()
-    return state(first, second)
+    return evaluated(first, second)
 
 
 def own_buffers(make: Make) -> dict[str, Tensor]:
@@ -108,7 +116,7 @@ def own_buffers(make: Make) -> dict[str, Tensor]:
     model = net()
     model, optimizer = accelerator.prepare(model, sgd(model))
     ordinary(accelerator, model, optimizer, range(3))
-    return state(model)
+    return evaluated(model)
 
 
 def ordinary(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: range) -> None:
@@ -134,7 +142,7 @@ def prepared_again(make: Make) -> dict[str, Tensor]:
     ordinary(accelerator, model, optimizer, range(4, 6))
     model, optimizer = accelerator.prepare(raw, sgd(raw))
     ordinary(accelerator, model, optimizer, range(6, 8))
-    return state(model, other)
+    return evaluated(model, other)
 
 
 def synchronized() -> dict[str, bool]:
