@@ -262,6 +262,8 @@ class World:
             group=group if len(mine) > 1 else None,
             backend=self.backend,
             timeout_s=self.timeout_s,
+            notice_s=self.notice_s,
+            neighbours=tuple(replace(one, rank=mine.index(one.rank)) for one in self.neighbours if one.rank in mine),
             _owned=whole and len(mine) > 1,
         )
 
@@ -303,7 +305,7 @@ class World:
         assert self.group is not None
         lost = dist.get_process_group_ranks(self.group)[rank]
         for group in list(_private):
-            with suppress(KeyError, ValueError):  # the script has ended torch.distributed meanwhile
+            with suppress(KeyError, ValueError, RuntimeError):  # ended meanwhile, or of devices alone
                 ranks = dist.get_process_group_ranks(group)
                 if lost in ranks and backend_of(group, torch.device("cpu")) == "gloo":
                     break_off(group, ranks.index(lost))
