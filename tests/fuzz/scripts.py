@@ -276,6 +276,9 @@ def normal(script: Script) -> Script:
         dtype = "float64"  # sums have several orders
     if script.kind == "delayed":
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
+    if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
+        trains = ({"no_grad"}, {"update_bn"})
+        actions = [replace(a, rank=None) if set(a.arguments) in trains else a for a in actions]
     framework = script.framework if optimizer != "lbfgs" else ""
     if framework:
         actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]
