@@ -1,7 +1,7 @@
 """Times of one step without overlap: forward, the readiness of each gradient, update; on all ranks at once.
 
 The step runs with the runtime's own hooks, so that what they cost (copying each gradient into its bucket, the
-exchange of buffers before forward) is in the figures. The gradients themselves are not sent. When backward has ended
+exchange of buffers) is in the figures. The gradients themselves are not sent. When backward has ended
 one message goes round all ranks instead: it leaves the caches as training does, and without it forward and update
 were up to a quarter too fast.
 """

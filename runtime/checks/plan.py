@@ -137,8 +137,8 @@ def check_model(model: nn.Module) -> str | None:
 def check_buffers(model: nn.Module) -> str | None:
     """Return why the model's buffers cannot be overwritten with rank 0's, or None."""
     for name, buffer in model.named_buffers():
-        if isinstance(buffer, nn.UninitializedBuffer):
-            continue
+        if isinstance(buffer, nn.UninitializedBuffer) or buffer.layout != torch.strided:
+            continue  # refused, whatever they are
         found = "was made in torch.inference_mode" if buffer.is_inference() else None
         if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
             found = "has several elements in one place (expand does that)"

@@ -129,7 +129,6 @@ def attach_as(
     try:  # what is wrong on this rank is reported to all ranks, so that none waits for this one
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
         problem = check_attached(model, attached) or check_owner(model, optimizer)
-        problem = problem or (check_buffers(model) if broadcast_buffers else None)
         problem = problem or check_optimizer(loaded, optimizer, dict(model.named_parameters()))
     except InputError as error:
         problem = str(error)
@@ -139,6 +138,8 @@ def attach_as(
     predicted_us = loaded.predicted.iteration_us if loaded and loaded.predicted else 0.0
     world = World.join(process_group, *deadlines(timeout_s, process_group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
+        if problem is None and broadcast_buffers and world.ranks > 1:
+            problem = check_buffers(model)
         plan = _agree(world, model, loaded, problem, mesh, _form_of(model, broadcast_buffers) if sync else "")
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
