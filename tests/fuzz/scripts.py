@@ -168,7 +168,7 @@ RULES: dict[str, Rule] = {
     "load": Rule(2, (("model", "optimizer", "both"),), LIKE_DDP),
     "checkpoint": Rule(3),
     "evaluate": Rule(3, (("eval", "no_grad", "inference", "copy"),), alone=True),
-    "validate": Rule(3, (("eval", "no_grad", "inference"),)),
+    "validate": Rule(3, (("eval", "inference"),)),
     "mode": Rule(2, (("eval", "part", "train"),)),
     "buffers": Rule(3, (("reset", "load", "replace", "update_bn"),), alone=True),
     "copy": Rule(2, (("model", "optimizer", "both"),), alone=True, early=True),
@@ -276,6 +276,9 @@ def normal(script: Script) -> Script:
         dtype = "float64"  # sums have several orders
     if script.kind == "delayed":
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
+    if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers
+        actions = [replace(a, arguments=("eval",)) if a.arguments == ("no_grad",) else a for a in actions]
+        actions = [a for a in actions if a.name != "buffers"]
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
         trains = ({"no_grad"}, {"update_bn"})
         actions = [replace(a, rank=None) if set(a.arguments) in trains else a for a in actions]
