@@ -42,7 +42,9 @@ def new(
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(help="Between nodes: infiniband, roce, efa, or tcp (also ethernet); default: infiniband."),
+        typer.Option(
+            help="Between nodes: infiniband, roce, efa, tcp (ethernet); default: tcp for --nic in gbe, else infiniband."
+        ),
     ] = None,
     output: Output = "cluster.json",
 ) -> None:

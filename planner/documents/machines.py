@@ -19,10 +19,13 @@ NIC_LATENCY: Mapping[str, str] = {"infiniband": "5us", "roce": "5us", "efa": "7.
 """By network, the start-up time of a message between nodes. RDMA: 16 H100 on two nodes took 123 µs for the smallest
 all-reduce, 30 hops (GCP A3 Mega); EFA: of `h100-8x8-efa3200`; TCP: of `hkbu-8x4-100gbe`."""
 ALSO_CALLED: Mapping[str, Network] = {"ethernet": "tcp"}
-ASSUMED_NETWORK = (
-    "network: not stated, so taken as infiniband; on Ethernet name it, for start-up times are others: --network roce "
-    "(with RDMA) or tcp (without), or efa on AWS"
-)
+ASSUMED_NETWORK: Mapping[Network, str] = {
+    "infiniband": "network: not stated, so taken as infiniband; on Ethernet name it, for start-up times are others: "
+    "--network roce (with RDMA) or tcp (without), or efa on AWS",
+    "tcp": "network: not stated, so taken as tcp (cards in gbe are Ethernet's); with RDMA start-up times are shorter: "
+    "--network roce",
+}
+"""By what is assumed, what the user has to know of it."""
 
 
 def describe_machines(
@@ -46,7 +49,7 @@ def describe_machines(
         nvlink: rate of one accelerator's NVLink as vendors state it, both directions added; half of it counts.
         intra: rate of any other link inside a node (PCIe, say), in one direction.
         nic_latency: start-up time of a message between nodes; default: the network's.
-        network: infiniband (default), roce, efa or tcp, which is also called ethernet.
+        network: infiniband, roce, efa or tcp, which is also called ethernet; default: see `assumed_network`.
         intra_latency: the same inside a node; 8 A100 took 35 µs, 14 hops.
 
     Raises InputError: a number, rate or time is wrong; a link that the machines need is missing, or named twice.
@@ -73,13 +76,13 @@ def describe_machines(
             f"--nic-latency, --network: found {nic_latency} and {network}, expected one of them: both are the start-up "
             f"time of a message between nodes"
         )
-    known = parse_network(network or "infiniband")
+    known = parse_network(network or assumed_network(nic))
     if nic is not None:
         nic_latency, assumed = nic_latency or NIC_LATENCY[known], network is None and nic_latency is None
         nic_us = parse_latency_us(nic_latency, "--nic-latency")
         between = Link(alpha_us=nic_us, beta_us_per_byte=us_per_byte(_cards_rate(nic)))
         notes.append(f"inter: {nic}, all cards of a node as one; {nic_latency} per message")
-        notes += [ASSUMED_NETWORK] if assumed and nodes > 1 else []
+        notes += [ASSUMED_NETWORK[known]] if assumed and nodes > 1 else []
     notes.append("line rates, which are an upper bound, and assumed start-up times: measure with `planner profile`")
     return Cluster(
         name=name, nodes=nodes, ranks_per_node=gpus, intra=within, inter=between,
@@ -103,7 +106,7 @@ def describe_nccl(
     Raises InputError: a word or a rate is wrong, or they contradict one another.
     """
     _check_counts(nodes, gpus)
-    named, gpu, known = gpu, find_gpu(gpu, "--gpu"), parse_network(network or "infiniband")
+    named, gpu, known = gpu, find_gpu(gpu, "--gpu"), parse_network(network or assumed_network(nic))
     if is_on_pcie(named) and nvlink is None and intra is None:
         raise InputError(
             f"--gpu: found {named!r} without a link inside nodes, expected --intra with the rate of its PCIe, such as "
@@ -124,8 +127,13 @@ def describe_nccl(
     return Cluster(
         name=name, nodes=nodes, ranks_per_node=gpus, library="nccl", nccl=machine,
         source="described by `planner cluster new`, not measured",
-        notes=(model, *((ASSUMED_NETWORK,) if network is None and nodes > 1 else ())),
+        notes=(model, *((ASSUMED_NETWORK[known],) if network is None and nodes > 1 else ())),
     )  # fmt: skip
+
+
+def assumed_network(nic: str | None) -> Network:
+    """Return the network where none is stated: tcp for cards in gbe (Gigabit Ethernet), else infiniband."""
+    return "tcp" if nic is not None and nic.strip().lower().endswith("gbe") else "infiniband"
 
 
 def parse_network(name: str) -> Network:

@@ -238,6 +238,9 @@ def test_a_network_that_is_not_named_is_said_to_be_assumed(
         assert ("taken as infiniband" in " ".join(cluster.notes or ())) == (network is None)
         message_us[network] = communication_cost(cluster).all_reduce.at(1024)
     assert message_us[None] == message_us["infiniband"] < message_us["tcp"] == message_us["ethernet"]
+    run(*described, "--nic", "100gbe")
+    assert "taken as tcp" in capsys.readouterr().out
+    assert communication_cost(load_cluster("cluster.json")).all_reduce.at(1024) == message_us["tcp"]
 
 
 def test_what_to_measure_fits_the_number_of_nodes() -> None:
