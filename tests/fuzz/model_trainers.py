@@ -59,7 +59,7 @@ class WithDDP:
     """The reference wherever DDP supports the case."""
 
     def __init__(self, model: RandomModel, case: Case, group: dist.ProcessGroup) -> None:
-        self._followers, self._group = list(model.buffers()) if case.broadcast_buffers else [], group
+        self._followers, self._group = model.buffers if case.broadcast_buffers else list[Tensor], group
         self.forward = DistributedDataParallel(
             model,
             process_group=group,
@@ -71,14 +71,14 @@ class WithDDP:
     def after_backward(self, synchronized: bool) -> None:
         """DDP has done it, but for the buffers, which follow rank 0 in its next forward."""
         if synchronized:
-            follow_rank_0(self._followers, self._group)
+            follow_rank_0(self._followers(), self._group)
 
     def gave_up(self, synchronized: bool) -> None:
         """Nothing was exchanged."""
 
     def reattach(self) -> None:
         """DDP goes on; buffers follow rank 0, as after any attach."""
-        follow_rank_0(self._followers, self._group)
+        follow_rank_0(self._followers(), self._group)
 
     def close(self) -> None:
         """Ends with its last reference."""
@@ -89,13 +89,13 @@ class ByHand:
 
     def __init__(self, model: RandomModel, case: Case, group: dist.ProcessGroup) -> None:
         self._model, self._group = model, group
-        self._followers = list(model.buffers()) if case.broadcast_buffers else []
+        self._followers = model.buffers if case.broadcast_buffers else list[Tensor]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
         self._synchronized = self._due = True
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._note_used, index))
-        follow_rank_0([*model.parameters(), *self._followers], group)
+        follow_rank_0([*model.parameters(), *self._followers()], group)
 
     def _note_used(self, index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:  # autograd calls hooks for undefined gradients, too
@@ -104,7 +104,7 @@ class ByHand:
     def forward(self, *arguments: Any) -> Any:
         """The model's forward; buffers follow rank 0 where DDP's would."""
         if self._due:
-            follow_rank_0(self._followers, self._group)
+            follow_rank_0(self._followers(), self._group)
         self._due = self._synchronized
         return self._model(*arguments)
 
@@ -121,7 +121,7 @@ class ByHand:
         """Averages what any rank has used since the last time; buffers follow rank 0."""
         if not synchronized:
             return
-        follow_rank_0(self._followers, self._group)
+        follow_rank_0(self._followers(), self._group)
         counts = torch.zeros(len(self._parameters))
         counts[sorted(self._used)] = 1.0
         dist.all_reduce(counts, group=self._group)
@@ -140,7 +140,7 @@ class ByHand:
 
     def reattach(self) -> None:
         """Buffers follow rank 0, as after any attach."""
-        follow_rank_0(self._followers, self._group)
+        follow_rank_0(self._followers(), self._group)
         self._due = True
 
     def close(self) -> None:
