@@ -278,7 +278,7 @@ def normal(script: Script) -> Script:
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
     if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers
         actions = [replace(a, arguments=("eval",)) if a.arguments == ("no_grad",) else a for a in actions]
-        actions = [a for a in actions if a.name != "buffers"]
+        actions = [a for a in actions if a.name not in ("buffers", "fail")]  # after which ranks have their own, too
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
         trains = ({"no_grad"}, {"update_bn"})
         actions = [replace(a, rank=None) if set(a.arguments) in trains else a for a in actions]
