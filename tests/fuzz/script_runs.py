@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_trainers import follow_rank_0
 from script_net import BATCH, OPTIMIZERS, WIDTH, Net, batch, loss_of
 from script_sides import DDPSide, PlanSide, Servers
 from scripts import RULES, SHARED, Action, Script
@@ -630,7 +629,7 @@ class Run:
         self.optimizer.zero_grad()
         call = self.call
         if not self.side.plans:
-            follow_rank_0(self.model.buffers(), self.members)
+            self.side.exchanged()
             self.call = self.model
         fails = where == "forward" or (self.side.plans and (where == "backward" or self.rank == 1))
         self.model.trap = ("forward" if where == "forward" else "backward") if fails else ""
