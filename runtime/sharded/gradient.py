@@ -24,7 +24,7 @@ from runtime.torch_compat import is_tracing
 
 IN_PLACE = frozenset((
     "mul_", "multiply_", "div_", "divide_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "neg_",
-    "nan_to_num_", "zero_", "fill_",
+    "nan_to_num_", "zero_", "fill_", "constant_",
 ))  # fmt: skip
 """Element by element, with numbers."""
 FOREACH_IN_PLACE = frozenset((
@@ -157,6 +157,8 @@ def _served(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__"):
         return _attribute(func, name, args)
+    if not args and "tensor" in options:  # as torch.nn.init hands over its tensor
+        args = (options.pop("tensor"),)
     first = _first(args)
     if isinstance(first, ShardedEntry) and name in COPIES:
         return ShardedEntry.of(first, first.whose, first.place, first.part.clone())
@@ -220,7 +222,7 @@ def _in_place(func: Callable[..., Any], name: str, args: tuple[Any, ...], option
     if not isinstance(gradient, PartialTensor):  # a plain tensor, changed by this one
         raise refusal(_first(args), name)
     func(gradient.part, *args[1:], **options)
-    gradient.zeroed = name == "zero_" or (gradient.zeroed and name != "fill_")
+    gradient.zeroed = name == "zero_" or (gradient.zeroed and name not in ("fill_", "constant_"))
     return gradient
 
 

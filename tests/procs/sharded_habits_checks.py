@@ -130,6 +130,7 @@ def _fresh(model: nn.Module, optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         state["exp_avg"] = torch.zeros_like(state["exp_avg"])
         state["exp_avg_sq"].mul_(0.5)
+        nn.init.constant_(state["exp_avg"], 1e-3)
 
 
 def _empty(model: nn.Module, optimizer: Optimizer) -> None:

@@ -25,7 +25,7 @@ from runtime.sharded.awaited import _asks_nothing, make_plain, wait_from_now
 
 UNSEEN = {
     "torch.tensor", "torch.as_tensor", "torch.asarray", "torch.sparse_coo_tensor", "torch.Tensor.new",
-    "torch.Tensor.new_tensor", "torch.Tensor.set_",
+    "torch.Tensor.new_tensor", "torch.Tensor.set_", "torch.vmap",
 }  # fmt: skip
 """Which the page of the sharded step names; what `torch.func`, scripts and other C++ do is there, too."""
 INSIDE = {"torch.Tensor._make_subclass", "torch.Tensor._reduce_ex_internal", "torch.Tensor.__torch_dispatch__"}
