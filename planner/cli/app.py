@@ -283,7 +283,7 @@ def sweep(
     html: Annotated[str | None, typer.Option(help="Write a page with curves here that needs no network.")] = None,
     accelerator: OfCluster = None,
 ) -> None:
-    """Predict models on clusters of 8 to 16384 ranks, by the way that `advise` would use there."""
+    """Predict models on clusters of 8 to 16384 ranks, as `advise`."""
     from planner.decide.at_scale import MTBF_HOURS, Scenario
     from planner.decide.at_scale import sweep as predict
     from planner.report.files import check_writable

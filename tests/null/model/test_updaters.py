@@ -242,7 +242,8 @@ def test_where_nothing_was_measured_that_is_said_if_asked_for() -> None:
     cluster = parse_cluster(cluster_document())
     asked = optimize(profile, cluster, accuracy="relaxed", passes="merge,local_async")
     assert any("`planner profile --updaters 4` does" in note for note in asked.notes)
-    assert accuracy_lines(asked)[2] == 'relaxed  none: see the note that begins with "relaxed was allowed"'
+    [line] = [one for one in accuracy_lines(asked) if one.startswith("relaxed")]
+    assert line.endswith('none: see the note that begins with "relaxed was allowed"')
     assert not any("updaters" in note for note in optimize(profile, cluster, accuracy="relaxed").notes)
 
 

@@ -227,7 +227,7 @@ def test_the_guard_warns_once_for_a_plan_after_its_warm_up() -> None:
     slow = marks(network=3.0)
     assert run(guard, slow, 59) == []
     [text] = run(guard, slow, 1)
-    for words in ("rank 3, last 50 steps", "predicted", "planner.replan(session)", "planner optimize profile.json"):
+    for words in ("rank 3, last 50 steps", "predicted", "planner.replan(session)", "`planner optimize`"):
         assert words in text
     assert run(guard, slow, 200) == []
     assert run(guard, marks(), 20) == []

@@ -87,7 +87,10 @@ def test_elsewhere_the_schedule_stays_as_it_is() -> None:
 
 def test_a_torus_where_links_inside_are_fast_and_flat_where_starting_is_dear() -> None:
     rows = [(100_000, 100.0)]
-    fast, dear = two_nodes(), two_nodes(slow=0.001, fast=0.1, alpha_us=1000.0)
+    fast, dear = (
+        two_nodes(),
+        two_nodes(slow=0.001, fast=0.001, alpha_us=1000.0, all_reduce_algorithm="recursive_doubling"),
+    )
     given = Schedule.from_boundaries([1])
     assert Topology().apply(given, make(profile_document(rows), fast)).schedule.buckets[0].algorithm == "torus_2d"
     assert Topology().apply(given, make(profile_document(rows), dear)).schedule.buckets[0].algorithm == "library"

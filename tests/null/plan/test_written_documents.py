@@ -268,7 +268,7 @@ def test_hand_order_of_a_plan() -> None:
     assert keys == ["schema", "model", "world", "accuracy", "notes", "buckets", "delay", "local_async", "predicted"]
 
 
-@pytest.mark.parametrize("function", ["replace", "fsync", "fdopen", "chmod"])
+@pytest.mark.parametrize("function", ["replace", "fsync", "fdopen", "fchmod"])
 @pytest.mark.parametrize(
     ("code", "words"),
     [(errno.EIO, "cannot be written: Input"), (errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full")],

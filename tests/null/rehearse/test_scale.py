@@ -65,7 +65,8 @@ def test_scaled_units_are_the_units_dilated_and_shrunk() -> None:
 def test_a_lossy_plan_fits_the_scaled_model() -> None:
     """Elements of small gradients are rounded, and at least one: no layer may be asked for more than it has."""
     profile, cluster = find_profile("resnet50"), on_hosts(find_cluster("p102-1gbe"), 8, 1)
-    plan, scale = optimize(profile, cluster, accuracy="bounded"), Scale(dilate=2.0, shrink=25.0)
+    plan = optimize(profile, cluster, accuracy="bounded", compress="sparse")
+    scale = Scale(dilate=2.0, shrink=25.0)
     scaled = scaled_plan(plan, scale, profile.compute, "of the scaled model")
     numel = {gradient.name: scale.numel(gradient.numel) for gradient in profile.compute.gradients}
     seen = 0

@@ -239,7 +239,7 @@ def test_a_plan_written_by_hand_has_a_page() -> None:
     words = Elements(page_text(hand_written())).words
     for text in (
         "mine on 2 ranks: the plan explained",
-        "4 gradients are communicated in 2 messages a step. The plan carries no prediction",
+        "4 gradients are communicated in 2 messages a step. It carries no prediction",
         "The plan holds no time line",
         "The plan carries no certificate",
         "the plan does not say",

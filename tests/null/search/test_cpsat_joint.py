@@ -81,7 +81,7 @@ def test_few_labels_are_nearly_as_good_where_not_all_are_kept() -> None:
 
 def test_the_solver_of_a_lossy_plan_is_told() -> None:
     problem = random_joint(np.random.default_rng(4), 6)
-    options = {"accuracy": "bounded", "max_ratio": 64.0}
+    options = {"accuracy": "bounded", "compress": "all", "max_ratio": 64.0}
     plan = optimize(problem.profile, problem.cost.cluster, solver="cpsat", **options)  # type: ignore[arg-type]
     usual = optimize(problem.profile, problem.cost.cluster, **options)  # type: ignore[arg-type]
     assert plan.accuracy == usual.accuracy == "bounded"

@@ -47,7 +47,7 @@ WRONG = [
     ("4x1@", "expected HOSTSxRANKS@RATE"),
     ("4x1@1", "in kbit, mbit or gbit"),
     ("4x1@1gb", "in kbit, mbit or gbit"),
-    ("4x1@1gbps", "in kbit, mbit or gbit"),
+    ("4x1@1gigs", "in kbit, mbit or gbit"),
     ("4x1@-1gbit", "expected HOSTSxRANKS@RATE"),
     ("4x1@1e3gbit", "expected HOSTSxRANKS@RATE"),
     ("4x1@infgbit", "expected HOSTSxRANKS@RATE"),
