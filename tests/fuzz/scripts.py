@@ -279,6 +279,8 @@ def normal(script: Script) -> Script:
     if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers
         actions = [replace(a, arguments=("eval",)) if a.arguments == ("no_grad",) else a for a in actions]
         actions = [a for a in actions if a.name not in ("buffers", "fail")]  # after which ranks have their own, too
+    if script.kind == "delayed" and "clip" in habits:  # by a norm that is each rank's own
+        features = [feature for feature in features if feature != "expert"]
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
         trains = ({"no_grad"}, {"update_bn"})
         actions = [replace(a, rank=None) if set(a.arguments) in trains else a for a in actions]
