@@ -88,9 +88,10 @@ def train(
 @torch.no_grad()
 def follow_rank_0(model: nn.Module) -> None:
     """Overwrites buffers of any dtype and layout with rank 0's, as DDP's forward after a step does."""
-    given = [[buffer.clone() for buffer in model.buffers()]]
+    followers = [buffer for buffer in model.buffers() if not hasattr(buffer, "_ddp_ignored")]
+    given = [[buffer.clone() for buffer in followers]]
     dist.broadcast_object_list(given, 0)
-    for buffer, values in zip(model.buffers(), given[0], strict=True):
+    for buffer, values in zip(followers, given[0], strict=True):
         buffer.data = values
 
 
