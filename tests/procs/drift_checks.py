@@ -156,7 +156,7 @@ def slow_link() -> dict[str, bool]:
             f"once: {said}": len(said) == 1,
             "which rank": f"rank {dist.get_rank()}, last 50 steps: steps take " in said[0],
             "why": "likely cause: the network is slower than it was" in said[0] and "predicted 32.50 ms" in said[0],
-            "what to do": "planner.replan(session)" in said[0] and "planner optimize profile.json" in said[0],
+            "what to do": "planner.replan(session)" in said[0] and "`planner optimize`" in said[0],
             "switched": session.plan is after and session.step == total - LAST_STEPS,
             "ranks have one plan": ranks_agree(after.digest()),
             f"merged: {len(before.buckets)} to {len(after.buckets)}": len(after.buckets) < len(before.buckets) // 2,
