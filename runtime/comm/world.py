@@ -160,6 +160,7 @@ class World:
         parent = cls.over(process_group, timeout_s, notice_s)
         if parent.group is None:
             return parent
+        parent.meet()  # whichever deadlines ranks were given: else some would wait here, others in `new_group`
         whole = parent.ranks == dist.get_world_size()
         try:
             group = dist.new_group(
@@ -185,15 +186,13 @@ class World:
         cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S,
         notice_s: float | None = None,
     ) -> World:  # fmt: skip
-        """Take the group of `process_group` (default: all) itself: what is sent on it has to be in order. All its ranks
-        must call this, where waits may be long (`notice_s`).
-        """
+        """Take the group of `process_group` (default: all) itself: what is sent on it has to be in order."""
         if not dist.is_available() or not dist.is_initialized():
             return cls(timeout_s=timeout_s, before_group=True)
         if dist.get_world_size(process_group) == 1:
             return cls(timeout_s=timeout_s)
         group = process_group or dist.group.WORLD
-        world = cls(
+        return cls(
             rank=dist.get_rank(group),
             ranks=dist.get_world_size(group),
             group=group,
@@ -201,12 +200,16 @@ class World:
             timeout_s=timeout_s,
             notice_s=notice_s,
         )
-        if notice_s is not None:
-            # On the script's group a rank that died is noticed at once, and who comes late is waited for.
-            here = RankProcess.here(world.rank)
-            found = world.gather(here, "meeting to make a process group")
-            world.neighbours = tuple(one for one in found if one and here and one.is_neighbour_of(here))
-        return world
+
+    def meet(self) -> World:
+        """Wait for the other ranks, and learn which of their processes run on this machine; all ranks must call this.
+
+        On the script's group a rank that died is noticed at once, and a straggler is waited for.
+        """
+        here = RankProcess.here(self.rank)
+        found = self.gather(here, "meeting to make a process group")
+        self.neighbours = tuple(one for one in found if one and here and one.is_neighbour_of(here))
+        return self
 
     def leave(self) -> None:
         """Give the private group back."""

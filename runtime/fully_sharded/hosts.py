@@ -70,7 +70,7 @@ class HostCollectives:
     def __init__(
         self, model: nn.Module, plan: FullyShardPlan, group: dist.ProcessGroup, timeout_s: float | None
     ) -> None:
-        self.world = World.over(group, *deadlines(timeout_s, group))
+        self.world = World.over(group, *deadlines(timeout_s, group)).meet()
         number = next(_numbers.setdefault(group, itertools.count()))
         self.messages = SerialMessages(self.world.timeout_s, number)
         self.arrived: Callable[[float], None] | None = None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.comm.world import MIN_TIMEOUT_S, World
+from runtime.comm.world import World
 from runtime.errors import CommunicationError, EnvironmentFailure, InputError
 from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
 from runtime.local_async.job import LocalJob, Request
@@ -84,8 +84,7 @@ def run_local_async(
     """
     check_not_imported()
     request = Request(job, steps, seed, timeout_s, start_method, on_lost)
-    # Ranks meet as in `attach`, which some of them may have called in place of this.
-    world = World.join(process_group, max(START_TIMEOUT_S, timeout_s or 0.0), MIN_TIMEOUT_S)
+    world = World.join(process_group, max(START_TIMEOUT_S, timeout_s or 0.0))
     try:
         loaded = agree_on_plan(plan, world)
         trained = None if loaded.local_async is None else _train(prepare(request, loaded, world), world, process_group)
