@@ -35,7 +35,7 @@ class PlannerTrainer(Trainer):
         self.accelerator.take(self._planned)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *arguments: Any, **keywords: Any) -> nn.Module:
-        # `Trainer` goes on with what it has wrapped and compiled before; here each training attaches the model itself.
+        # `Trainer` reuses what it wrapped and compiled before; here each training attaches the model itself.
         mine = self.model if training and self.model is not None else model
         return super()._wrap_model(mine, training, *arguments, **keywords)
 

@@ -180,7 +180,7 @@ def attach(
         model, optimizer, process_group, sync, broadcast_buffers, loss_scale, guard, mesh: see `runtime.attach`.
         plan: a plan, or the path of plan.json, which is executed as it is.
         accuracy: the riskiest class of plan; default: the given plan's, without one exact.
-        allow: interfaces (or one) beside drop-in, as for `optimize`; default: the given plan's, without one none.
+        allow: further interfaces (or one), as for `optimize`; default: the given plan's, without one none.
         timeout_s: deadline of every wait; default: the process group's own (see `runtime.attach`).
         drift: warn where steps become longer than the plan predicts (with a plan), or plan again (without).
 

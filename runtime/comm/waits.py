@@ -131,7 +131,7 @@ class Watch:
 
 
 def slice_of(world: World, limit_s: float) -> float:
-    """Return for how many seconds of a wait of up to `limit_s` nobody looks at other ranks."""
+    """Return the seconds between two looks at other ranks during a wait of up to `limit_s`."""
     return limit_s if world.notice_s is None else min(world.notice_s / LOOKS, limit_s)
 
 

@@ -204,7 +204,7 @@ class World:
     def meet(self) -> World:
         """Wait for the other ranks, and learn which of their processes run on this machine; all ranks must call this.
 
-        On the script's group a rank that died is noticed at once, and a straggler is waited for.
+        On the script's group a rank that died is detected at once, and a straggler is waited for.
         """
         here = RankProcess.here(self.rank)
         found = self.gather(here, "meeting to make a process group")
