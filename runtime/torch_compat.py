@@ -8,7 +8,7 @@ import functools
 import os
 import pkgutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
+
+
+@contextlib.contextmanager
+def unprofiled() -> Iterator[None]:
+    """Hide the collectives that are launched here from profilers.
+
+    gloo's thread notes in a profiler's record when a collective has ended. Where the profiler was stopped before, that
+    record has been freed: the thread writes to memory of others, and the process crashes later (torch 2.13).
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

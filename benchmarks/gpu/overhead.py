@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,14 @@ def run(setting: Setting) -> Found:
     return Found(f"{text}\n\n{table(head, lines)}", tuple(failures))
 
 
+class _AloneInWorld(World):
+    """A rank that is told of others, which hold what it holds."""
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Answer for the ranks that are not there."""
+        return [value] * self.ranks
+
+
 class _Side:
     """One copy of a model that trains."""
 
@@ -91,7 +100,8 @@ class _Side:
         if planned:
             order = readiness(self.model, lambda: self.model(*given).backward())
             plan = plan_of(self.model, FORMS["exact"], RANKS, ddp_buckets(self.model, order))
-            world = World(rank=0, ranks=RANKS, group=dist.group.WORLD, backend=dist.get_backend(), timeout_s=60.0)
+            group, backend = dist.group.WORLD, dist.get_backend()
+            world = _AloneInWorld(rank=0, ranks=RANKS, group=group, backend=backend, timeout_s=60.0)
             self.session = Session(self.model, self.optimizer, plan, world)
         else:
             self._forward = DistributedDataParallel(self.model)

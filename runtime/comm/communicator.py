@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -20,7 +21,7 @@ from runtime.comm.collectives.direct import library_all_reduce
 from runtime.comm.waits import wait_watched, work_is_over
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
-from runtime.torch_compat import backend_of, is_of_backend, result_of, wait_for
+from runtime.torch_compat import backend_of, is_of_backend, result_of, unprofiled, wait_for
 
 THROUGH_HOST = "gloo"
 """The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
@@ -142,8 +143,12 @@ class HostCommunicator:
     how long the link was busy.
     """
 
-    def __init__(self, world: World, collectives: list[Collective], whole: World | None = None) -> None:
+    def __init__(
+        self, world: World, collectives: list[Collective], whole: World | None = None, *, across_steps: bool = False
+    ) -> None:
+        """`across_steps`: whether messages may be on their way when a step ends, and with it a profiler's record."""
         self._world, self._collectives, self._whole = world, collectives, whole or world
+        self._recorded: Callable[[], AbstractContextManager[None]] = unprofiled if across_steps else nullcontext
         # Reentrant: the callback of a message that has ended already runs at once, inside `_start`.
         self._lock = threading.RLock()
         self._queue: deque[_Task] = deque()
@@ -217,7 +222,8 @@ class HostCommunicator:
                 group = self._world.group
                 assert group is not None
                 task.phases = self._collectives[task.bucket.index](task.message, group)
-            task.work = next(task.phases, None)
+            with self._recorded():
+                task.work = next(task.phases, None)
             if task.work is None:
                 task.done = True
                 self._mark()
@@ -337,15 +343,16 @@ def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def make_communicator(
-    world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
-) -> Communicator:
+    world: World, collectives: list[Collective], device: torch.device, whole: World | None = None, *,
+    across_steps: bool = False,
+) -> Communicator:  # fmt: skip
     """Make the communicator for a device; errors name this rank by its number in `whole`, of which `world` may be a
-    part.
+    part. `across_steps`: whether messages may be on their way when a step ends.
     """
     if world.group is None:
         return NullCommunicator()
     if device.type != "cuda":
-        return HostCommunicator(world, collectives, whole)
+        return HostCommunicator(world, collectives, whole, across_steps=across_steps)
     if backend_of(world.group, device) == THROUGH_HOST:
         from runtime.comm.staged_communicator import DeviceLane, StagedCommunicator  # which needs this module
 

@@ -207,7 +207,7 @@ class World:
         On the script's group a rank that died is detected at once, and a straggler is waited for.
         """
         here = RankProcess.here(self.rank)
-        found = self.gather(here, "meeting to make a process group")
+        found = self.gather(here, "making a process group, which all ranks do at the same place")
         self.neighbours = tuple(one for one in found if one and here and one.is_neighbour_of(here))
         return self
 

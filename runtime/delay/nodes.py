@@ -52,7 +52,7 @@ class NodeLinks:
     def __init__(self, groups: NodeGroups, buckets: int, device: torch.device) -> None:
         grid = groups.grid
         self.inside, self.between, self.spread = (
-            make_communicator(part, [push_pull] * buckets, device, grid.world)
+            make_communicator(part, [push_pull] * buckets, device, grid.world, across_steps=True)
             for part in (grid.inside, grid.between, groups.spread)
         )
 
@@ -116,7 +116,7 @@ def communicator_of(groups: NodeGroups | None, world: World, buckets: int, devic
     """Return what carries a delay: between nodes where these are the workers, else between ranks."""
     if groups is not None:
         return NodeLinks(groups, buckets, device)
-    return make_communicator(world, [push_pull] * buckets, device)
+    return make_communicator(world, [push_pull] * buckets, device, across_steps=True)
 
 
 def workers_of(plan: Plan, world: World) -> Topology:

@@ -171,7 +171,7 @@ class LateStep(ShardedStep):
         """Of every module that has parameters somewhere, the gathers of its own."""
         self._find_modules()
         self._communicator: Communicator = make_communicator(
-            self._gather_world, [push_pull] * len(self._gathers), device, world
+            self._gather_world, [push_pull] * len(self._gathers), device, world, across_steps=True
         )
         for gather in self._gathers:
             gather.remember()

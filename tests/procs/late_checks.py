@@ -482,6 +482,20 @@ def dropped() -> dict[str, bool]:
     return {"refused": "were dropped; expected it to be read" in raised(lambda: kept + 1.0)}
 
 
+def profiled() -> dict[str, bool]:
+    """A profiler notes messages that end in the step, and none that may still be on its way when it stops."""
+    model, optimizer, session = made(True, held=False)
+    x, y = batch(0)
+    loss = functional.cross_entropy(model(x), y)
+    with torch.profiler.profile() as backward:
+        loss.backward()
+    with torch.profiler.profile() as step:
+        optimizer.step()
+    session.detach()
+    noted = [any("gloo" in event.name for event in one.events()) for one in (backward, step)]
+    return {"backward": noted[0], "step": not noted[1]}
+
+
 def failing() -> dict[str, Any]:
     """A rank that makes no step is waited for until the deadline, by whoever looks; then nobody gets old weights."""
     model, optimizer, session = made(True, held=False, timeout_s=2)
@@ -508,7 +522,7 @@ def failing() -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "looks": looks, "aliases": aliases, "forwards": forwards, "compiled": compiled, "reported": reported,
-    "dropped": dropped,
+    "dropped": dropped, "profiled": profiled,
 }  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def expected_words(cell: Cell) -> list[str]:
         seen = SEEN[cell.phase] if cell.ranks == 2 else SEEN[cell.phase].replace("rank 0", "rank [02]")
         return [LOCAL[cell.fault], seen]
     if cell.phase == "end":
-        return [r"rank 0: not all 2 ranks came .*, rank 1 did not within 4 s"]
+        return [r"rank 0: making a process group, .*: rank 1 died or did not answer within 4 s"]
     if cell.phase == "backward" and cell.fault == "raise":
         return [GIVEN_UP]
     return [SEEN[cell.phase].replace("rank 0:", f"rank {1 - cell.failing}:")]
