@@ -136,7 +136,8 @@ def _triggered(run: Run) -> None:
         losses = [run.loss(0), run.loss(1)]
     run.backward(losses[0], False)
     with run.side.trigger():
-        run.backward(losses[1], True)
+        run.backward(losses[1], False)
+    run.after_exchange()  # outside: what the context says of buffers is no more
 
 
 def _accumulated(run: Run) -> None:
@@ -406,8 +407,12 @@ class Run:
             loss = self.scaler.scale(loss)
         loss.backward()
         if exchanged:
-            self._align(self.side)
-        if exchanged and self.servers is not None:
+            self.after_exchange()
+
+    def after_exchange(self) -> None:
+        """Bring the reference to where a session is behind the exchange of gradients."""
+        self._align(self.side)
+        if self.servers is not None:
             group = self.optimizer.param_groups[0]
             self.servers.push(self.model, group["lr"], group.get("momentum", 0.0), self._loss_scale(), self._mean)
 
