@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests that start no ranks run on all cores at once.
+WITHOUT_RANKS := tests/null
 
 .PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
 
@@ -20,10 +22,12 @@ demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
 	$(BIN)/planner demo
 
 test: $(INSTALLED) chromium  ## tests, at least one of everything; about twelve minutes on two cores
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n auto $(WITHOUT_RANKS)
+	$(BIN)/python -m pytest -m "not long" $(WITHOUT_RANKS:%=--ignore=%)
 
 test-all: $(INSTALLED) chromium  ## all tests, with ranks that start as outside of tests
-	$(BIN)/python -m pytest --cold
+	$(BIN)/python -m pytest -n auto $(WITHOUT_RANKS)
+	$(BIN)/python -m pytest --cold $(WITHOUT_RANKS:%=--ignore=%)
 
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh
