@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_trainers import follow_rank_0
 from script_net import BATCH, OPTIMIZERS, WIDTH, Net, batch, loss_of
 from script_sides import DDPSide, PlanSide, Servers
 from scripts import RULES, SHARED, Action, Script
@@ -179,6 +180,8 @@ class Run:
         self.target: nn.Module = self.model
         """What is attached, or wrapped."""
         self.first_state = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        names = {name for name, _ in self.model.named_buffers()}
+        follow_rank_0([t for name, t in self.first_state[0].items() if name in names], members)  # as from one file
 
     def _build(self, optimizer: str) -> None:
         self.model = Net(self.script.model, self.dtype)
