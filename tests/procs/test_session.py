@@ -163,17 +163,18 @@ def test_attach_adds_one_copy_of_the_gradients(pair: list[dict[str, Any]]) -> No
 
 
 FREED_BY_STEPS = """
-import resource, torch, planner
+import resource, statistics, torch, planner
 model = torch.nn.Linear(2, 2)
 {attach}
-def faults(steps):
+def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(steps):
-        outputs = [torch.ones(1 << 18) for _ in range(40)]
-        del outputs
+    outputs = [torch.ones(1 << 18)]
+    for _ in range(40):
+        outputs.append(outputs[-1] + 1)
+    while outputs:
+        outputs.pop()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults(2)
-print(faults(20))
+print(statistics.median_high(faults() for _ in range(20)))
 """
 
 
@@ -184,7 +185,9 @@ def test_what_a_step_frees_is_not_faulted_in_again() -> None:
         environment = {**os.environ, "PYTHONPATH": PATHS, "PLANNER": "off"}
         return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
-    assert faults("planner.attach(model, torch.optim.SGD(model.parameters()))") * 10 < faults("")
+    # Without a session, something that lies at the heap's end by chance may keep the memory in place, too.
+    alone = max(faults("") for _ in range(3))
+    assert faults("planner.attach(model, torch.optim.SGD(model.parameters()))") * 10 < alone
 
 
 def test_more_ranks_agree_with_ddp(many: list[dict[str, Any]]) -> None:
