@@ -18,8 +18,9 @@ from planner.documents.profile import Contention, Profile, Sample
 from planner.jobs.replanning import profile_of_run, without_contention
 from planner.profile.compute import RankTimes, rank_times
 from planner.profile.links import make_bucket, undisturbed
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import CommTiming, make_communicator
+from runtime.comm.communicator import CommTiming
 from runtime.monitor.drift import bucket_times, complete
 from runtime.session.session import Session
 

@@ -23,8 +23,9 @@ from planner.profile.links import make_bucket, timed_us
 from planner.profile.progress import Progress
 from planner.profile.request import REPEATS, Phases
 from runtime.checks.plan import dtype_name, trainable_parameters
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing
+from runtime.comm.communicator import CommTiming, Communicator, Payload, nothing
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of, has_phases
-from runtime.comm.communicator import Communicator, NullCommunicator, make_communicator
+from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce

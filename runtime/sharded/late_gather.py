@@ -30,10 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives.direct import push_pull
 from runtime.comm.collectives.exchange import all_gather
 from runtime.comm.collectives.phases import Works
-from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator
+from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.world import World
 from runtime.core.hooks import ModulePreHook
 from runtime.monitor.clock import Clock
