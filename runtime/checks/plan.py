@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from runtime.checks.modes import asked_modes
 from runtime.comm.collectives import (
     COLLECTIVES,
     DENSE_FORMS,
@@ -21,7 +22,6 @@ from runtime.comm.collectives import (
 )
 from runtime.core.members import exchanged_parameters, ignored_ids
 from runtime.errors import InputError
-from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, gathers_problem, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs

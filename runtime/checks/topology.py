@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from torch import nn
 
+from runtime.checks.modes import asked_modes
 from runtime.comm.collectives import HITOPK, TORUS, TWO_SHOT, asks_for_nodes, form_of, is_narrow_between
 from runtime.comm.collectives.phases import share_of
 from runtime.comm.phased_communicator import phases_of
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.errors import AdaptedWarning
-from runtime.modes import asked_modes
 from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
 
 

@@ -3,7 +3,7 @@
     bucket complete   ─▶ its push of the step before has ended; its gradients are copied and leave
     end of backward   ─▶ `.grad`s are this worker's own; behind the last push is sent what all have to know of the step,
                          then owners update their shards, and every k-th step the new weights follow
-    optimizer.step()  ─▶ `runtime.modes.delayed`: weights that were pulled in the step before are waited for
+    optimizer.step()  ─▶ `runtime.delay.delayed`: weights that were pulled in the step before are waited for
 
 A worker is a rank, or a node (`runtime.delay.nodes`): then the end of backward waits for the node's averages.
 Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.

@@ -1,6 +1,6 @@
 """What a session asks of a way to train (a mode); where a mode says nothing, what synchronous training does.
 
-A mode is one module of this folder and one line of its registry, `runtime.modes.MODES`.
+A mode is one module and one line of the registry, `runtime.checks.modes.MODES`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import Exchange
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
+from runtime.monitor.step_report import StepReport
 from runtime.plan import Plan
 from runtime.plan.combinations import SYNCHRONOUS
-from runtime.sharded.step import StepReport
 from runtime.sparse.layout import make_buckets
 from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
 
@@ -59,6 +59,32 @@ class Host(Protocol):
     def put(self, exchange: Exchange) -> None:
         """Another exchange takes the place of the present one, between two steps; all ranks call this."""
         ...
+
+
+class StepHooks:
+    """Called around forwards of the model and the optimizer's step; by default nothing happens."""
+
+    def before_forward(self) -> None:
+        """A forward of the model begins."""
+
+    def wait_for_weights(self) -> None:
+        """Block until this rank has all ranks' weights; see `Session.wait_for_weights`."""
+
+    def begin_step(self) -> None:
+        """The optimizer's step begins, or that of its base class in it; hooks on it come next."""
+
+    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
+        return None
+
+    def after_step(self) -> None:
+        """The optimizer has made a step."""
+
+    def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of another optimizer than the session's begins, of this model or of any other."""
+
+
+NO_HOOKS = StepHooks()
 
 
 class Mode:
@@ -146,21 +172,10 @@ class Mode:
         """Whether the plan's prediction is of the steps that are made now."""
         return True
 
-    def before_forward(self) -> None:
-        """A forward of the model begins."""
-
-    def wait_for_weights(self) -> None:
-        """See `Session.wait_for_weights`."""
-
-    def begin_step(self) -> None:
-        """The optimizer's step begins, or that of its base class in it; hooks on it come next."""
-
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
-        return None
-
-    def after_step(self) -> None:
-        """The optimizer has made a step."""
+    @property
+    def hooks(self) -> StepHooks:
+        """Called around forwards and the optimizer's step."""
+        return NO_HOOKS
 
     def exchanged(self) -> None:
         """A step's gradients have been exchanged, and counted in `Host.step`; the optimizer's step comes next."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.checks.backend import check_backend
+from runtime.checks.modes import asked_modes
 from runtime.checks.optimizer import check_optimizer, check_owner, warn_of_selection
 from runtime.checks.plan import (
     check_attached,
@@ -27,7 +28,6 @@ from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.core.members import exchanged_buffers, exchanged_parameters, ignored_ids
 from runtime.errors import InputError, PlanMismatch
-from runtime.modes import asked_modes
 from runtime.monitor.drift import warn_of_torch
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Plan, load_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.comm.world import World
 from runtime.core.exchange import Exchange
-from runtime.modes import Mode
+from runtime.modes.base import Mode
 from runtime.monitor.clock import Clock
 from runtime.monitor.drift import DriftGuard
 from runtime.monitor.recorder import Recorder

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checks.backend import check_backend
+from runtime.checks.modes import make_mode
 from runtime.checks.optimizer import check_optimizer, warn_of_selection
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.checks.topology import adapt, check_topology
@@ -32,7 +33,7 @@ from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
 from runtime.core.watch import ModelWatch
 from runtime.errors import FallbackWarning, InputError
-from runtime.modes import Mode, make_mode
+from runtime.modes.base import Mode
 from runtime.monitor.clock import make_clock
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.optimizers.planned_norms import PlannedNorms
@@ -71,7 +72,7 @@ class Director(Protocol):
 
 
 class Session:
-    """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.Host`."""
+    """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.base.Host`."""
 
     director: Director | None = None
     """Who may change the plan between steps, beside `switch`; a switch that waits comes first."""
@@ -172,21 +173,24 @@ class Session:
         exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self.device)
 
     def _before_forward(self, *_: Any) -> None:
-        self.mode.before_forward()
+        self.mode.hooks.before_forward()
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         for mode in self.modes:
-            mode.begin_step()
+            if optimizer is self.optimizer:
+                mode.hooks.begin_step()
+            else:
+                mode.hooks.begin_other_step(optimizer)
 
     def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         replaced = None
         for mode in self.modes:
-            replaced = mode.before_step(arguments, keywords) or replaced
+            replaced = mode.hooks.before_step(arguments, keywords) or replaced
         return replaced
 
     def _after_update(self, *_: Any) -> None:
         for mode in self.modes:
-            mode.after_step()
+            mode.hooks.after_step()
 
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
@@ -292,7 +296,7 @@ class Session:
         has all. Any rank may call it, at any time; on a GPU the current stream waits. Raises CommunicationError where a
         rank did not come within the deadline.
         """
-        self.mode.wait_for_weights()
+        self.mode.hooks.wait_for_weights()
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """Switch to another plan on all ranks at one step; no step, gradient or update is lost.
@@ -355,7 +359,7 @@ class Session:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
         self.exchange.launcher.communicator.wait()
-        self.mode.wait_for_weights()
+        self.mode.hooks.wait_for_weights()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[tuple[Mode, Exchange] | None, str | None]:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""

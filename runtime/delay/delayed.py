@@ -16,9 +16,7 @@ Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 
 from __future__ import annotations
 
-import functools
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.comm.topology import Topology
 from runtime.comm.world import first_line
@@ -40,7 +37,7 @@ from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.delay.staleness import NO_DISTANCE, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
-from runtime.modes.base import Host, Mode
+from runtime.modes.base import Host, Mode, StepHooks
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
 from runtime.plan import HINT, NO_COMPRESSION, Plan
@@ -54,7 +51,7 @@ SGD_ONLY = ("dampening", "maximize", "differentiable", "fused")
 place here is not."""
 
 
-class Delayed(Mode):
+class Delayed(Mode, StepHooks):
     """The stages of one session's run."""
 
     name = DELAY
@@ -191,8 +188,6 @@ class Delayed(Mode):
 
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: without warm-up, ranks are delayed from the first step on."""
-        _watch_all_steps()
-        _delays.add(self)
         if self.spec.warmup_steps == 0:
             if self.host.guarded and self._world.rank == 0:
                 warnings.warn(
@@ -210,9 +205,13 @@ class Delayed(Mode):
 
     # What would leave ranks alone.
 
-    def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def hooks(self) -> StepHooks:
+        return self
+
+    def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for a step of another optimizer than the attached one with this model's parameters."""
-        if optimizer is self._optimizer or self.stage == "synchronous":
+        if self.stage == "synchronous":
             return
         held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         name = next((self._names[one] for one in held if one in self._names), None)
@@ -279,7 +278,7 @@ class Delayed(Mode):
             parameter.grad = None
 
     def after_step(self) -> None:
-        """See `Mode.after_step`: this rank updates its own weights."""
+        """See `StepHooks.after_step`: this rank updates its own weights."""
         rates = rates_of(self._optimizer)
         if self._pushes is not None:
             self._update(rates)
@@ -427,7 +426,6 @@ class Delayed(Mode):
             yield
 
     def close(self) -> None:
-        _delays.discard(self)
         self._pushes = None
         if self._groups_of_nodes is not None:
             self._groups_of_nodes.leave()
@@ -501,17 +499,3 @@ class Delayed(Mode):
         for step, pulled in state["pulls"]:
             pushes.put_back(step, pulled)
         pushes.reported, pushes.distance = state["told"], state["words"]
-
-
-_delays: weakref.WeakSet[Delayed] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_all_steps() -> None:
-    """Once in a process, for good: torch goes through these hooks while a session may be collected."""
-
-    def before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for delay in _delays:
-            delay.refuse_other(optimizer)
-
-    register_optimizer_step_pre_hook(before_any_step)
