@@ -13,12 +13,12 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from planner.cost.model import scale
 from planner.documents.profile import Contention, Profile
 from planner.documents.text import pluralize
-from planner.online.cache import Cache, Key, Remembered
+from planner.online.cache import Remembered
 from planner.online.ddp import ddp_plan
 from planner.online.deciding import Decision, names_of
 from planner.online.measuring import (
@@ -36,6 +36,7 @@ from planner.online.measuring import (
     us_per_byte,
     with_own_messages,
 )
+from planner.online.opening import Opening
 from planner.online.trying import BLOCK_STEPS, FEWEST_ROUNDS, climb, judge
 from planner.profile.request import LOGGER, heard
 from planner.strategies.baselines import CAPS_MIB
@@ -48,9 +49,6 @@ from runtime.session.session import Session
 T = TypeVar("T")
 Steps = Generator[Plan | None, None, T]
 """Goes on with each step that is done, and gives the plan of the next one, None for the present one."""
-
-Way = Literal["off", "report", "auto"]
-"""DDP's buckets and no more; measured and said, never switched; all of it."""
 
 WARM_UP_STEPS, MEASURED_STEPS = 10, 20
 FIRST_STAGE = (
@@ -79,28 +77,12 @@ DRIFT = 0.2
 """Steps have drifted when every window of the last ones is longer than those before by this share, or shorter."""
 
 
-@dataclass(frozen=True)
-class Opening:
-    """How a run begins, the same on every rank."""
-
-    way: Way
-    key: Key
-    remembered: Remembered | None
-    """What an earlier run on rank 0's machine left."""
-    measured_on: int | None = None
-    """Of how many ranks the run was whose measurements are scaled, where nothing is remembered for as many as these."""
-    allow: tuple[str, ...] = ()
-
-
 @dataclass
 class Pilot:
     """The `runtime.session.session.Director` of one session."""
 
     session: Session
     opening: Opening
-    cache: Cache | None
-    other: Remembered | None = None
-    """What that run on another number of ranks left; on rank 0."""
     watches: bool = True
     """Whether to plan again where steps drift."""
     story: list[str] = field(default_factory=list)
@@ -112,6 +94,7 @@ class Pilot:
         # The session holds its director: without a cycle both are freed with the script's last reference.
         self.session = weakref.proxy(self.session)
         self._decision: Decision | None = None
+        self._cache = self.opening.cache
         self._present: Plan = self.session.plan
         self._next: Plan | None = None
         self._profile: Profile | None = None
@@ -234,11 +217,11 @@ class Pilot:
         key = self.opening.key
 
         def scaled() -> Profile:
-            assert self.other is not None
-            assert self.other.profile is not None
-            assert self.other.profile.cluster is not None
-            cluster = scale(self.other.profile.cluster, key.nodes, key.ranks // key.nodes)
-            return replace(self.other.profile, cluster=cluster)
+            assert self.opening.other is not None
+            profile = self.opening.other.profile
+            assert profile is not None
+            assert profile.cluster is not None
+            return replace(profile, cluster=scale(profile.cluster, key.nodes, key.ranks // key.nodes))
 
         self.tell(f"measured by an earlier run on {pluralize(self.opening.measured_on or 0, 'rank')}, extrapolated to "
                   f"{key.ranks}, until it is measured here", aloud=True)  # fmt: skip
@@ -336,7 +319,7 @@ class Pilot:
                 others = [names_of(plan.buckets) for plan in (self._present, *sized.values())]
                 request = {
                     "profile": profile().to_document(), "accuracy": self.opening.key.accuracy,
-                    "allow": list(self.opening.allow), "others": others,
+                    "allow": list(self.opening.key.allow), "others": others,
                 }  # fmt: skip
                 self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
@@ -489,7 +472,7 @@ class Pilot:
         """Leave the present plan to the next run, which goes on trying where it is not `settled`; rank 0 does, and says
         once where it cannot.
         """
-        if self.cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
+        if self._cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
             return
         if step_us is None:
             step_us = self._step_us()
@@ -498,9 +481,9 @@ class Pilot:
             story=tuple(self.story[-20:]), settled=settled,
         )  # fmt: skip
         try:
-            self.cache.write(kept)
+            self._cache.write(kept)
         except (PlannerError, OSError) as error:
-            self.cache = None
+            self._cache = None
             warnings.warn(f"the plan is not remembered: {error}", CacheWarning, stacklevel=2)
 
 

@@ -26,5 +26,5 @@ def asked_modes(plan: Plan) -> list[type[Mode]]:
 
 def make_mode(plan: Plan, host: Host) -> Mode:
     """Return the mode of a session by this plan; synchronous for a rank alone, and where nothing is exchanged."""
-    alone = host.world.ranks == 1 or not host.communicates
+    alone = host.world.ranks == 1 or not host.options.communicate
     return Synchronous(plan, host) if alone else asked_modes(plan)[0](plan, host)

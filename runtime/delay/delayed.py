@@ -158,7 +158,7 @@ class Delayed(Mode, StepHooks):
         self.staleness, self.pace = Staleness(), Pace(host.recorder.clock, self.steps)
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._device = next(iter(self._parameters.values())).device
-        self._loss_scale = host.loss_scale or (lambda: 1.0)
+        self._loss_scale = host.options.loss_scale or (lambda: 1.0)
         self.workers = workers_of(plan, host.world)
         self._groups_of_nodes = NodeGroups.make(host.world, self.workers) if self.workers.ranks_per_node > 1 else None
         self._world = host.world
@@ -189,7 +189,7 @@ class Delayed(Mode, StepHooks):
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: without warm-up, ranks are delayed from the first step on."""
         if self.spec.warmup_steps == 0:
-            if self.host.guarded and self._world.rank == 0:
+            if self.host.options.guard and self._world.rank == 0:
                 warnings.warn(
                     "the delay begins without synchronous steps, in which weights change most: it may cost accuracy; "
                     "give the plan's delay warmup_steps, such as the 500 of the paper",
@@ -317,12 +317,12 @@ class Delayed(Mode, StepHooks):
 
     def _pulls_at(self, step: int, reported: Tensor | None) -> bool:
         # What all ranks said decides how long the delay is from this step on.
-        if reported is not None and self.host.guarded:
+        if reported is not None and self.host.options.guard:
             self.steps = self.staleness.judge(reported[:, : len(NO_DISTANCE)], step, self.steps)
             self.steps *= self.pace.allows(reported[:, len(NO_DISTANCE) :])
             if self.steps:
                 self._lrs = deque(self._lrs, maxlen=self.steps)
-        if self._pushes is not None and self.host.guarded:
+        if self._pushes is not None and self.host.options.guard:
             self._pushes.pace = self.pace.delayed_step(self.steps)
         return self.steps > 0 and (step + 1) % self.steps == 0
 

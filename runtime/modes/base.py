@@ -5,7 +5,7 @@ A mode is one module and one line of the registry, `runtime.checks.modes.MODES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import Exchange
+from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.step_report import StepReport
@@ -39,11 +40,7 @@ class Host(Protocol):
     device: torch.device
     step: int
     """How many steps have been exchanged."""
-    communicates: bool
-    """Whether gradients are exchanged at all; False for measuring."""
-    guarded: bool
-    """Whether what costs accuracy or is no faster is given up."""
-    loss_scale: Callable[[], float] | None
+    options: AttachOptions
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None: ...
@@ -143,16 +140,16 @@ class Mode:
         One whose collectives have phases gets its communicator when it is put in place: all ranks have to be there.
         """
         plan, host = self.synchronous_plan, self.host
-        world, carried = host.world, ErrorFeedbackState(loss_scale=host.loss_scale)
+        world, carried = host.world, ErrorFeedbackState(loss_scale=host.options.loss_scale)
         buckets: list[BucketBuffer] = []
         communicator: Communicator = NullCommunicator()
-        if host.communicates and not has_phases(plan):
+        if host.options.communicate and not has_phases(plan):
             communicator = make_communicator(world, [collective_of(bucket) for bucket in plan.buckets], host.device)
         flags = None
         # One rank alone has no buckets: its `.grad`s are averages already.
-        if world.ranks > 1 or not host.communicates:
+        if world.ranks > 1 or not host.options.communicate:
             buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
-            carried = ErrorFeedbackState(buckets, lossy, host.loss_scale)
+            carried = ErrorFeedbackState(buckets, lossy, host.options.loss_scale)
         launcher = AllReduce(
             buckets, flags, communicator, carried, host.parameters, host.recorder, ranks=world.ranks,
             exact=plan.accuracy == "exact",

@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.comm.world import World
 from runtime.core.exchange import Exchange
+from runtime.core.options import AttachOptions
 from runtime.modes.base import Mode
 from runtime.monitor.clock import Clock
 from runtime.monitor.drift import DriftGuard
@@ -20,11 +21,9 @@ from runtime.sparse.samples import Sampled
 class Monitor:
     """`recorder` has the marks, `drift` and `trial` their last verdicts; see `runtime.monitor`."""
 
-    def __init__(self, plan: Plan, world: World, clock: Clock, *, drift: bool, guard: bool) -> None:
-        """`drift`: warn where steps become longer than predicted. `guard`: try a plan that sends a part of the
-        gradients against the exact one beside it, and sample what its buckets leave behind.
-        """
-        self._world, self._clock, self._warns, self._guarded = world, clock, drift, guard
+    def __init__(self, plan: Plan, world: World, clock: Clock, options: AttachOptions) -> None:
+        """Of the options, `drift` and `guard` count; see `runtime.attach`."""
+        self._world, self._clock, self._warns, self._guarded = world, clock, options.drift, options.guard
         self.recorder = Recorder(clock, len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""

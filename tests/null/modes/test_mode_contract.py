@@ -15,6 +15,7 @@ from runtime.checks.modes import MODES, asked_modes, make_mode
 from runtime.checks.optimizer import check_optimizer
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.comm.world import World
+from runtime.core.options import AttachOptions
 from runtime.modes.base import Mode, Synchronous
 from runtime.monitor.clock import WallClock
 from runtime.monitor.recorder import Recorder
@@ -166,7 +167,7 @@ def test_switches_are_refused_in_words(mode: type[Mode], asks: dict[str, Any]) -
 @pytest.mark.parametrize("asks", [asks for _, asks in WAYS])
 def test_a_rank_alone_trains_synchronously_and_keeps_its_plan(asks: dict[str, Any]) -> None:
     host = SimpleNamespace(
-        world=World(), communicates=True, parameters=PARAMETERS, device=torch.device("cpu"), loss_scale=None,
+        world=World(), options=AttachOptions(), parameters=PARAMETERS, device=torch.device("cpu"),
         recorder=Recorder(WallClock(), 1, len(NAMES)),
     )  # fmt: skip
     made = make_mode(plan_of(asks), host)  # type: ignore[arg-type]
