@@ -1,4 +1,5 @@
 """How a run without a plan begins: DDP's buckets, and what earlier runs left; rank 0's environment and cache count."""
+
 from __future__ import annotations
 
 import os

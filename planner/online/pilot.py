@@ -37,12 +37,13 @@ from planner.online.measuring import (
     with_own_messages,
 )
 from planner.online.opening import Opening
-from planner.online.trying import BLOCK_STEPS, FEWEST_ROUNDS, climb, judge
+from planner.online.trying import FEWEST_ROUNDS, climb, judge
 from planner.profile.request import LOGGER, heard
 from planner.strategies.baselines import CAPS_MIB
 from runtime.errors import CacheWarning, PlannerError
 from runtime.monitor.drift import complete
-from runtime.monitor.verdict import Verdict
+from runtime.monitor.trial import Rounds, trial_steps
+from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan, parse_plan
 from runtime.session.session import Session
 
@@ -54,7 +55,6 @@ WARM_UP_STEPS, MEASURED_STEPS = 10, 20
 FIRST_STAGE = (
     "the first steps warm up, then steps are measured; a plan takes some 100 steps of 50 ms, more of shorter ones"
 )
-USUAL_STEP_US = 1e5
 LINKS_SHARE, PASSES = 0.018, 3
 """What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
 START_UP_US = 500.0
@@ -195,15 +195,6 @@ class Pilot:
             return self._present
         return ddp_plan(session.parameters, order, self._present.model, self._present.world)
 
-    def _intervals_us(self) -> list[float]:
-        """Return how long each of the last steps took, from the end of one exchange to that of the next."""
-        ends = [step.end for step in self.session.recorder.steps]
-        return [self.session.recorder.clock.between_us(a, b) for a, b in pairwise(ends)]
-
-    def _step_us(self, last: int = WATCHED_STEPS) -> float:
-        """Return the median of so many last steps; where the recorder was begun anew and has none, a usual time."""
-        return statistics.median(self._intervals_us()[-last:] or [USUAL_STEP_US])
-
     def _seen_outside_us(self) -> float:
         """Return what lies between an update and the next forward, and in no prediction: input, other micro-batches."""
         clock = self.session.recorder.clock
@@ -272,7 +263,7 @@ class Pilot:
     def _measure(self) -> Steps[tuple[list[RankSample], Curve]]:
         """Send messages behind the next steps, as the budget allows, then look at the last steps of all ranks."""
         session = self.session
-        mine = (observe(session, WARM_UP_STEPS // 2), self._step_us())
+        mine = (observe(session, WARM_UP_STEPS // 2), self.session.recorder.step_us(WATCHED_STEPS))
         first: list[tuple[RankSample | None, float]] = self._gather(mine, "comparing the first steps")
         if not all(sample for sample, _ in first):
             return [], ()
@@ -324,13 +315,20 @@ class Pilot:
                 self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
                 problem = f"{type(error).__name__}: {error}"
-        every = max(self._gather(max(1, math.ceil(POLL_S * 1e6 / self._step_us())), "agreeing when to ask"))
+        every = max(
+            self._gather(
+                max(1, math.ceil(POLL_S * 1e6 / self.session.recorder.step_us(WATCHED_STEPS))), "agreeing when to ask"
+            )
+        )
         answer: dict[str, Any] | None = None
         while answer is None:
             yield from self._wait(every)
             if self._decision is not None and (answer := self._decision.poll()) is not None:
                 self._decision = None
-                answer |= {"step_us": self._step_us(), "outside_us": self._seen_outside_us()}
+                answer |= {
+                    "step_us": self.session.recorder.step_us(WATCHED_STEPS),
+                    "outside_us": self._seen_outside_us(),
+                }
             answer = {"problem": problem} if problem is not None else answer
             answer = self._gather(answer, "asking for rank 0's plan")[0]
         if "problem" in answer:
@@ -376,27 +374,26 @@ class Pilot:
         self._begin_stage(f"{self._called(plan)} is tried",
                           max(0, enough - self.session.step) + 2 * BLOCK_STEPS * FEWEST_ROUNDS)  # fmt: skip
         yield from self._wait(max(0, enough - self.session.step))
-        plans = {"new": plan, "old": self._present}
-        rounds: list[tuple[float, float]] = []
+        old = self._present
+        rounds: Rounds = []
         may_lose_steps = MAY_LOSE * self.session.step - self._lost_steps
-        seen: dict[str, list[Overlap]] = {"new": [], "old": []}
-        verdict: Verdict | None = None
-        while verdict is None:
-            times: dict[str, float] = {}
-            for name in ("new", "old") if len(rounds) % 2 == 0 else ("old", "new"):
-                mode, switches = self.session.mode, plans[name] is not self._present
-                self._switch(plans[name])
-                yield from self._wait(BLOCK_STEPS)
-                if switches and self.session.mode is mode:  # the session has said why
-                    self._present = plans["old"]
-                    return []
-                times[name] = self._step_us(BLOCK_STEPS - 1)
-                if (sample := observe(self.session, BLOCK_STEPS - 1)) is not None:
-                    seen[name].append(sample.overlap)
-            everyone: list[dict[str, float]] = self._gather(times, "comparing plans")
-            rounds.append((max(one["new"] for one in everyone), max(one["old"] for one in everyone)))
-            names = (self._called(plan), self._called(plans["old"]))
-            verdict = judge(rounds, names, may_lose_steps * rounds[0][1])
+        seen: dict[bool, list[Overlap]] = {True: [], False: []}
+
+        def verdict_on(found: Rounds) -> Verdict | None:
+            nonlocal rounds
+            rounds = found
+            return judge(found, (self._called(plan), self._called(old)), may_lose_steps * found[0][1])
+
+        def look(tried: Plan) -> None:
+            self._present = tried
+            if (sample := observe(self.session, BLOCK_STEPS - 1)) is not None:
+                seen[tried is plan].append(sample.overlap)
+
+        self._next = None  # a block begins with its own plan
+        verdict = yield from trial_steps(plan, old, old, self.session, verdict_on, look)
+        if verdict is None:  # the session has said why
+            self._present = old
+            return []
         self._lost_steps += BLOCK_STEPS * max(0.0, sum(new / old - 1.0 for new, old in rounds))
         self.tell(verdict.text, aloud=True)
         # The simulator was wrong by this; half of it, for the next plan is made with what the trial has shown.
@@ -404,13 +401,14 @@ class Pilot:
         if (predicted_us := self._predicted_us(plan)) is not None:
             self._off = max(self._off, abs(1.0 - predicted_us / verdict.step_us))
         self._doubt = max(0.0, self._expected - gain) / 2.0
-        self._switch(plans["new" if verdict.good else "old"])
+        self._switch(plan if verdict.good else old)
         if verdict.good:  # the run may end before it has tried everything
             self._remember(verdict.step_us, settled=False)
-        ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
-        if not all(one["new"] and one["old"] for one in ranks):
+        ranks: list[dict[bool, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
+        if not all(one[True] and one[False] for one in ranks):
             return []
-        return [Seen(tuple(_sizes(plans[name])), tuple(_mean(one[name]) for one in ranks)) for name in plans]
+        tried = ((True, plan), (False, old))
+        return [Seen(tuple(_sizes(one)), tuple(_mean(rank[new]) for rank in ranks)) for new, one in tried]
 
     def _try_sizes(self, tried: set[str]) -> Steps[None]:
         """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand."""
@@ -449,9 +447,9 @@ class Pilot:
     def _drifted(self, reference_us: float | None) -> Steps[bool]:
         """Watch until steps have become longer or shorter than the first ones (or than `reference_us`)."""
         while True:
-            step_us = max(self._gather(self._step_us(), "comparing times of steps"))
+            step_us = max(self._gather(self.session.recorder.step_us(WATCHED_STEPS), "comparing times of steps"))
             yield from self._wait(max(WATCHED_STEPS + WARM_UP_STEPS, math.ceil(WATCH_S * 1e6 / step_us)))
-            last = self._intervals_us()[-WATCHED_STEPS:]
+            last = self.session.recorder.intervals_us()[-WATCHED_STEPS:]
             windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last) - WINDOW_STEPS + 1, WINDOW_STEPS)]
             medians = [statistics.median(window) for window in windows]
             everyone: list[list[float]] = self._gather(medians, "watching steps")
@@ -475,7 +473,7 @@ class Pilot:
         if self._cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
             return
         if step_us is None:
-            step_us = self._step_us()
+            step_us = self.session.recorder.step_us(WATCHED_STEPS)
         kept = Remembered(
             key=self.opening.key, plan=self._present, profile=self._profile, step_us=round(step_us, 3),
             story=tuple(self.story[-20:]), settled=settled,

@@ -38,7 +38,7 @@ class Monitor:
         """Try a plan that the user has given, where it has an exact one beside it."""
         sends_less = plan.accuracy != "exact" and plan.delay is None
         tried = self._guarded and sends_less and plan.fallback is not None and self._world.ranks > 1
-        self.trial = Trial(plan, self._world, self._clock) if tried else None
+        self.trial = Trial(plan, self._world, self.recorder) if tried else None
 
     def begin(self, mode: Mode, exchange: Exchange) -> None:
         """Record steps anew: another exchange is in place."""
