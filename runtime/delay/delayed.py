@@ -30,7 +30,7 @@ from runtime.comm.topology import Topology
 from runtime.comm.world import first_line
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.delay.checkpoint import buckets_of, check_state, clones, copy_all, own_state
+from runtime.delay.checkpoint import VERSION, buckets_of, check_state, clones, copy_all, own_state
 from runtime.delay.exchange import Pushes, PushResiduals
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
@@ -441,9 +441,9 @@ class Delayed(Mode, StepHooks):
                 "state_dict: the session is detached; expected one with its weights: call it before detach"
             )
         state: dict[str, Any] = {
-            "spec": asdict(self.spec), "stage": self.stage, "step": self.host.step, "steps": self.steps,
-            "rates": list(self._lrs), "staleness": self.staleness.state(), "pace": self.pace.state(),
-            "workers": self.workers.num_nodes,
+            "version": VERSION, "spec": asdict(self.spec), "stage": self.stage, "step": self.host.step,
+            "steps": self.steps, "rates": list(self._lrs), "staleness": self.staleness.state(),
+            "pace": self.pace.state(), "workers": self.workers.num_nodes,
         }  # fmt: skip
         pushes = self._pushes
         if pushes is None:
@@ -458,8 +458,8 @@ class Delayed(Mode, StepHooks):
             "residuals": pushes.server.residuals(),
             "buckets": buckets_of(self.plan),
             "pulls": pulls,
-            "told": pushes.reported,
-            "words": pushes.distance,
+            "reported": pushes.reported,
+            "distance": pushes.distance,
             **self._own.state(self.host.synced_buffers()),
         }
         return {"rank": self.host.world.rank, "delay": state}
@@ -498,4 +498,4 @@ class Delayed(Mode, StepHooks):
         copy_all(self.host.synced_buffers(), state["buffers"])
         for step, pulled in state["pulls"]:
             pushes.put_back(step, pulled)
-        pushes.reported, pushes.distance = state["told"], state["words"]
+        pushes.reported, pushes.distance = state["reported"], state["distance"]
