@@ -52,7 +52,7 @@ class Trials:
                 seen[tried is plan].append(sample.overlap)
 
         run.next = None  # a block begins with its own plan
-        verdict = yield from trial_steps(plan, old, old, run.session, verdict_on, look)
+        verdict = yield from trial_steps((plan, old), old, run.session.recorder, run.session.world, verdict_on, look)
         if verdict is None:  # the session has said why
             run.present = old
             return []

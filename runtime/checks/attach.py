@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import nn
@@ -70,21 +70,26 @@ def check_attach(
         world: the ranks that train together.
         attached: the models that are attached already.
     """
-    facts = ModelFacts.of(model)
-    problem = check_attached(model, attached) or check_owner(model, optimizer)
-    if problem is None and plan is not None:
-        problem = check_optimizer(plan, optimizer, facts.parameters)
-    scale: object = options.loss_scale  # of any type, where callers are not checked
-    if problem is None and scale is not None and not callable(scale):
-        problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
-    if problem is None and options.broadcast_buffers and world.ranks > 1:
-        problem = check_buffers(model)
-    if problem is None and plan is not None:
-        problem = asked_modes(plan)[0].attach_reason
-    problem = problem or facts.problem
-    if problem is None and plan is not None:
-        problem = check_plan(facts.parameters, plan, world.ranks) or check_backend(plan, world, facts.device)
-    return facts, problem
+    facts, scale = ModelFacts.of(model), cast(object, options.loss_scale)  # of any type, where callers are not checked
+    reasons: list[Callable[[], str | None]] = [
+        lambda: check_attached(model, attached),
+        lambda: check_owner(model, optimizer),
+        lambda: None if plan is None else check_optimizer(plan, optimizer, facts.parameters),
+        lambda: (
+            None
+            if scale is None or callable(scale)
+            else f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
+        ),
+        lambda: check_buffers(model) if options.broadcast_buffers and world.ranks > 1 else None,
+        lambda: None if plan is None else asked_modes(plan)[0].attach_reason,
+        lambda: facts.problem,
+        lambda: None if plan is None else check_plan(facts.parameters, plan, world.ranks),
+        lambda: None if plan is None else check_backend(plan, world, facts.device),
+    ]
+    try:
+        return facts, next(filter(None, (reason() for reason in reasons)), None)
+    except InputError as error:
+        return facts, str(error)
 
 
 def form_of_followed(model: nn.Module, *, buffers: bool) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, Protocol
 
 from runtime.comm.world import World
 from runtime.errors import FallbackWarning
@@ -29,53 +28,39 @@ Steps = Generator[Plan | None, None, Verdict | None]
 """Resumed after each step; yields the plan of the next one, None for the present one."""
 
 
-class Timed(Protocol):
-    """A session, of which a trial needs this."""
-
-    @property
-    def recorder(self) -> Recorder: ...
-    @property
-    def world(self) -> World: ...
-
-
-class Watched(NamedTuple):
-    """As `Timed`, without the session."""
-
-    recorder: Recorder
-    world: World
-
-
 def trial_steps(
-    new: Plan, old: Plan, present: Plan, timed: Timed, judge: Callable[[Rounds], Verdict | None],
-    after_block: Callable[[Plan], None] = lambda _: None,
+    plans: tuple[Plan, Plan], present: Plan, recorder: Recorder, world: World,
+    judge: Callable[[Rounds], Verdict | None], after_block: Callable[[Plan], None] = lambda _: None,
 ) -> Steps:  # fmt: skip
     """Train by two plans in interleaved blocks until there is a verdict; all ranks do this at the same step.
 
     Args:
-        new, old: the plans; the new one goes first.
+        plans: the new one and the old one.
         present: the one of both that training has now.
-        timed: the session whose steps are timed.
+        recorder: the session's, by which steps are timed.
+        world: its ranks.
         judge: gives the verdict on the rounds so far, None where another round is needed.
         after_block: called with a block's plan when its steps are in the recorder.
 
     Returns:
         The verdict; None where a rank could not lay a plan out, and training stays with the other one.
     """
+    new, old = plans
     rounds: list[tuple[float, float]] = []
     verdict: Verdict | None = None
     while verdict is None:
         times_us: dict[bool, float] = {}
         for plan in (new, old) if len(rounds) % 2 == 0 else (old, new):
-            switches, restarts = plan is not present, timed.recorder.restarts
+            switches, restarts = plan is not present, recorder.restarts
             yield plan if switches else None
             for _ in range(BLOCK_STEPS - 1):
                 yield None
-            if switches and timed.recorder.restarts == restarts:
+            if switches and recorder.restarts == restarts:
                 return None
             present = plan
-            times_us[plan is new] = timed.recorder.step_us(BLOCK_STEPS - 1)
+            times_us[plan is new] = recorder.step_us(BLOCK_STEPS - 1)
             after_block(plan)
-        everyone: list[dict[bool, float]] = timed.world.gather(times_us, "comparing plans")
+        everyone: list[dict[bool, float]] = world.gather(times_us, "comparing plans")
         rounds.append((max(one[True] for one in everyone), max(one[False] for one in everyone)))
         verdict = judge(rounds)
     return verdict
@@ -87,18 +72,18 @@ class Trial:
     def __init__(self, plan: Plan, world: World, recorder: Recorder) -> None:
         self.lossy = plan
         self.verdict: Verdict | None = None
-        self._steps = self._run(Watched(recorder, world))
+        self._steps = self._run(recorder, world)
 
     def step_done(self) -> Plan | None:
         """Return the plan of the next step after each one, None for the present one. Ranks may meet here."""
         return next(self._steps, None)
 
-    def _run(self, timed: Timed) -> Generator[Plan | None, None, None]:
+    def _run(self, recorder: Recorder, world: World) -> Generator[Plan | None, None, None]:
         lossy, exact = self.lossy, self.lossy.fallback
         assert exact is not None
         for _ in range(WARM_UP_STEPS - 1):  # the first one is over
             yield None
-        self.verdict = yield from trial_steps(lossy, exact, lossy, timed, lambda rounds: judge(rounds))
+        self.verdict = yield from trial_steps((lossy, exact), lossy, recorder, world, lambda rounds: judge(rounds))
         if self.verdict is not None and not self.verdict.good:
             warnings.warn(self.verdict.text, FallbackWarning, stacklevel=3)
             yield exact

@@ -36,6 +36,7 @@ from runtime.core.watch import ModelWatch
 from runtime.errors import FallbackWarning, InputError
 from runtime.modes.base import Mode
 from runtime.monitor.clock import make_clock
+from runtime.monitor.recorder import Recorder
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.plan import Plan, load_plan
@@ -99,6 +100,7 @@ class Session:
         leave_uncompiled()
         if self.device.type == "cpu":
             torch.empty(FREED_BYTES, dtype=torch.uint8)
+        self.recorder = Recorder(make_clock(self.device), len(plan.buckets), len(plan.gradients))
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
@@ -107,9 +109,7 @@ class Session:
         self._pending: tuple[int, Mode, Exchange] | None = None
         watch = ModelWatch(model, self.parameters, lambda names: self.thawed(names))
         self._backward = BackwardTracker(model, watch, lambda: self.exchange, self._step_done)
-        clock = make_clock(self.device)
-        self.monitor = Monitor(plan, world, clock, options)
-        self.recorder = self.monitor.recorder
+        self.monitor = Monitor(plan, world, self.recorder, options)
         self._grid: Grid | None = None
         self._handles: list[Any] = []
         self.modes = [make_mode(plan, self)]
@@ -117,7 +117,7 @@ class Session:
         self.exchange: Exchange = self.mode.make_exchange()
         self._connect(self.exchange)
         updated = self.optimizer if options.communicate else None
-        self._norms = PlannedNorms(updated, self.parameters, world, clock)
+        self._norms = PlannedNorms(updated, self.parameters, world, self.recorder.clock)
         self._norms.follow(plan)
         if updated is not None and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
@@ -481,7 +481,9 @@ class Session:
             yield
         finally:
             self._elsewhere = None
-            self._start(self.plan)  # also with parameters that have been frozen meanwhile
+            # Those that have been frozen meanwhile are in the plan, too.
+            self._set_parameters(trainable_parameters(self.model, self.parameters.values()))
+            self._start(self.plan)
             self.load_state_dict(state)
             self.monitor.tried = state.get("tried")
 

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.comm.world import World
 from runtime.monitor.recorder import Recorder
-from runtime.monitor.trial import BLOCK_STEPS, ROUNDS, WARM_UP_STEPS, Trial, Watched, judge, trial_steps
+from runtime.monitor.trial import BLOCK_STEPS, ROUNDS, WARM_UP_STEPS, Trial, judge, trial_steps
 from runtime.monitor.verdict import Verdict
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
@@ -93,7 +93,7 @@ def test_a_plan_that_cannot_be_laid_out_is_not_judged() -> None:
     found: list[Verdict | None] = []
 
     def steps() -> Iterator[Plan | None]:
-        found.append((yield from trial_steps(LOSSY, EXACT, EXACT, Watched(run.recorder, World()), judge)))
+        found.append((yield from trial_steps((LOSSY, EXACT), EXACT, run.recorder, World(), judge)))
 
     assert run.train(steps(), 2 * BLOCK_STEPS, refuses=True) == ["exact"] * 2 * BLOCK_STEPS
     assert found == [None]
