@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Self, cast
 
 import torch
@@ -23,7 +22,7 @@ from runtime.checks.plan import (
     trainable_parameters,
 )
 from runtime.comm.world import World
-from runtime.core.members import exchanged_parameters, ignored_ids
+from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
 from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.plan import Plan
@@ -94,8 +93,7 @@ def check_attach(
 
 def form_of_followed(model: nn.Module, *, buffers: bool) -> str:
     """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint; `buffers`: if those do."""
-    ignored, others = ignored_ids(model), model.named_buffers() if buffers else ()
-    named = [(n, t) for n, t in chain(model.named_parameters(), others) if id(t) not in ignored]
+    named = [*named_parameters(model), *(named_buffers(model) if buffers else ())]
     if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for _, tensor in named):
         return ""  # refused by name
     return fingerprint((canonical_name(name), tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named)

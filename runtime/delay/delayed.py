@@ -357,7 +357,7 @@ class Delayed(Mode, StepHooks):
             pushes = Pushes(
                 self.plan, make_plain_buckets(self.plan, self.host.parameters), self.workers, communicator,
                 self.host.recorder, optimizer=self._optimizer, rank=self._world.rank,
-                rates=lambda: rates_of(self._optimizer), pulls_at=self._pulls_at, loss_scale=self._loss_scale,
+                pulls_at=self._pulls_at, loss_scale=self._loss_scale,
             )  # fmt: skip
             pushes.step = self.host.step
             self._own.begin()

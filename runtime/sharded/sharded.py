@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -109,12 +109,10 @@ class Sharded(Mode):
         planned = self.plan.updates.step if self.plan.updates else None
         return None if self._step is None else self._step.report(planned.gather_us if planned else None)
 
-    @contextmanager
-    def global_weights(self) -> Iterator[None]:
+    def global_weights(self) -> AbstractContextManager[None]:
         """See `Mode.global_weights`: in float32, where they are rounded to be gathered."""
         assert self._step is not None
-        with self._step.global_weights():
-            yield
+        return self._step.global_weights()
 
     def state(self) -> dict[str, Any]:
         """See `Mode.state`: with this rank's part of the weights, where these are rounded to be gathered."""
