@@ -164,9 +164,7 @@ class Pushes(Launcher):
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         metadata_bytes = HEAD_BYTES + len(self._slots)
         self.server = Server(
-            buckets, optimizer, rank, topology.num_nodes * ranks_per_node, owners=topology.owners,
-            ranks_per_node=ranks_per_node, metadata_bytes=metadata_bytes,
-            compressors=[bucket.compressor for bucket in plan.buckets],
+            buckets, optimizer, rank, topology, [bucket.compressor for bucket in plan.buckets], metadata_bytes
         )  # fmt: skip
         self._links = communicator if isinstance(communicator, NodeLinks) else None
         self._between: Communicator = communicator if self._links is None else self._links.between
