@@ -28,7 +28,7 @@ from runtime.errors import CommunicationError
 MAKERS = ("runtime.modes.base", "runtime.sharded.exchange", "runtime.delay.nodes")
 
 
-def make(world: World, collectives: Any, device: torch.device, whole: World | None = None) -> Any:
+def make(world: World, collectives: Any, device: torch.device, whole: World | None = None, **_: Any) -> Any:
     """In the place of `runtime.comm.by_device.make_communicator`."""
     if world.group is None:
         return NullCommunicator()
