@@ -14,7 +14,7 @@ from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
 from planner.model.modes.delayed import delay_spec
 from runtime.delay import staleness
-from runtime.modes import Delayed
+from runtime.delay.delayed import Delayed
 from runtime.monitor import pace
 from runtime.plan import DelaySpec, Plan
 

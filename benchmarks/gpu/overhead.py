@@ -24,6 +24,7 @@ from benchmarks.gpu.setting import Found, Setting, synchronize, table
 from benchmarks.gpu.timing import Times
 from planner.jobs.world import choose_backend
 from runtime.comm.world import World
+from runtime.core.options import AttachOptions
 from runtime.session.session import Session
 
 RANKS = 2
@@ -102,7 +103,7 @@ class _Side:
             plan = plan_of(self.model, FORMS["exact"], RANKS, ddp_buckets(self.model, order))
             group, backend = dist.group.WORLD, dist.get_backend()
             world = _AloneInWorld(rank=0, ranks=RANKS, group=group, backend=backend, timeout_s=60.0)
-            self.session = Session(self.model, self.optimizer, plan, world)
+            self.session = Session(self.model, self.optimizer, plan, world, AttachOptions(drift=False, guard=False))
         else:
             self._forward = DistributedDataParallel(self.model)
 

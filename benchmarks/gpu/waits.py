@@ -23,8 +23,9 @@ from benchmarks.gpu.plans import FORMS, plan_of
 from benchmarks.gpu.setting import Found, Setting, synchronize, table
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.world import choose_backend
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
-from runtime.comm.communicator import CommTiming, make_communicator
+from runtime.comm.communicator import CommTiming
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.monitor.clock import make_clock

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.testbed.wiring import INTERFACE
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of, has_phases
-from runtime.comm.communicator import CommTiming, Communicator, make_communicator
+from runtime.comm.communicator import CommTiming, Communicator
 from runtime.comm.phased_communicator import make_phased_communicator
 from runtime.comm.topology import Topology, find_topology, node_info
 from runtime.comm.world import Grid, World

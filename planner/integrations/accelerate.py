@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +133,10 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
     # Synchronization. `accumulate` and `no_sync` find what they look for on the model.
 
     @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """See `Accelerator.trigger_sync_in_backward`."""
         session = session_of(model)
-        if session is None:
-            yield
-            return
-        with session.sync_in_backward():
-            yield
+        return nullcontext() if session is None else session.sync_in_backward()
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:

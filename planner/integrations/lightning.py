@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,9 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(module, module, "training_step", *arguments, **keywords)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override, unused-ignore]
         """See `ParallelStrategy.block_backward_sync`: micro-batches before the last one exchange nothing."""
-        if self.session is None:
-            yield
-            return
-        with self.session.no_sync():
-            yield
+        return nullcontext() if self.session is None else self.session.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See `Strategy.lightning_module_state_dict`."""

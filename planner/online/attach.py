@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,26 +15,23 @@ from torch import nn
 
 from planner.decide.sharded_step import check_allow
 from planner.documents.text import as_names, pluralize
-from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
-from planner.online.ddp import AS_DDP, ddp_plan
-from planner.online.pilot import Opening, Pilot, Way
-from planner.profile.measuring import count_nodes
-from planner.profile.step import check_same_model, joined, refuse_alike
+from planner.online.ddp import AS_DDP
+from planner.online.opening import Opener, Opening, warn_unused
+from planner.online.pilot import Pilot
+from planner.profile.step import joined
 from planner.report.accumulation import per_optimizer_step
 from planner.report.page import page_text
 from planner.report.tables import make_console, print_plan
-from runtime.checks.plan import check_model, parameters_fingerprint, trainable_parameters
-from runtime.comm.topology import node_name
-from runtime.comm.world import deadlines
-from runtime.errors import CacheWarning, CommunicationError, InputError, PlanMismatch, PlannerError
-from runtime.optimizers.kinds import inner_optimizer
-from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
+from runtime.checks.attach import ModelFacts
+from runtime.comm.world import RankInfo, World, deadlines
+from runtime.core.options import AttachOptions
+from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
+from runtime.plan import Accuracy, Plan, load_plan
 from runtime.plan.files import write_text
 from runtime.plan.names import shorten
-from runtime.session.attaching import attach_as
+from runtime.session.attaching import PlanToMake, attach_as, compare_ranks
 from runtime.session.session import Session
 from runtime.torch_compat import OUTSIDE, current_backward_id
-from runtime.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,18 +47,22 @@ class PlannedSession(Session):
     _page: Path | None = None
     """Where this session has put its page."""
 
-    begin_again: Callable[[Iterable[nn.Parameter]], _Beginning] | None = None
-    """Agrees with all ranks on how a run begins in which these parameters train, too; with a pilot."""
+    opener: Opener | None = None
+    """With a pilot: opens the run again when more parameters train."""
 
     def thawed(self, names: Sequence[str]) -> bool:
         """See `Session.thawed`: the run begins again with all parameters, unless the caller decides on plans.
 
         Every rank comes here before the same step.
         """
-        if self.pilot is None or self.director is None or self.begin_again is None or current_backward_id() != OUTSIDE:
+        if self.pilot is None or self.director is None or self.opener is None or current_backward_id() != OUTSIDE:
             return False
+        facts = ModelFacts.of(self.model, self.parameters.values())
+        group, problem = self.options.process_group, facts.problem or self.opener.problem
         try:
-            beginning = self.begin_again(self.parameters.values())
+            with joined(group, *deadlines(self.options.timeout_s, group)) as world:
+                everyone = compare_ranks(world, self.model, facts, None, problem, self.options)
+                opening = self.opener.open(world, facts, everyone)
         except CommunicationError as error:
             raise CommunicationError(
                 f"{shorten(names)}: requires_grad was set on this rank before step {self.step}, which every rank has "
@@ -72,18 +70,16 @@ class PlannedSession(Session):
             ) from error
         before = self.pilot
         before.close()
-        self.take_in(trainable_parameters(self.model, self.parameters.values()), beginning.plan)
+        self.take_in(facts.parameters, opening.plan)
         before.tell(f"{pluralize(len(names), 'parameter')} more to train ({shorten(names)}): planned again", aloud=True)
-        self._fly(beginning, watches=before.watches, story=before.story)
+        self.fly(opening, watches=before.watches, story=before.story)
         return True
 
-    def _fly(self, beginning: _Beginning, *, watches: bool, story: Sequence[str] = ()) -> None:
+    def fly(self, opening: Opening, *, watches: bool, story: Sequence[str] = ()) -> None:
         """Have the run planned from its next step on."""
-        opening = _begin_with_remembered(self, beginning.opening)
+        opening = _begin_with_remembered(self, opening)
         self.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
-        self.director = self.pilot = Pilot(
-            self, opening, beginning.cache, beginning.other, watches=watches, story=list(story)
-        )
+        self.director = self.pilot = Pilot(self, opening, watches=watches, story=list(story))
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """See `Session.switch`; from then on the caller decides, and the run plans no more."""
@@ -188,30 +184,29 @@ def attach(
         PlanMismatch, InputError, EnvironmentFailure: as `runtime.attach`; the plan asks for more than `accuracy` and
             `allow` permit; a riskier class than exact without a plan, whose costs a run does not measure.
     """
+    options = AttachOptions(
+        process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
+        loss_scale=loss_scale, guard=guard, mesh=mesh,
+    )  # fmt: skip
     if plan is not None:
         loaded = plan
         with suppress(InputError):  # a file that cannot be read is reported to all ranks where they agree on the plan
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
         if isinstance(loaded, Plan):
             _check_permitted(loaded, accuracy, allow)
-        return attach_as(
-            PlannedSession, model, optimizer, loaded, process_group, sync=sync, broadcast_buffers=broadcast_buffers,
-            timeout_s=timeout_s, drift=drift, loss_scale=loss_scale, guard=guard, mesh=mesh,
-        )  # fmt: skip
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.attach(model, optimizer)"
-        )
-    begin = partial(_begin, model, optimizer, process_group, timeout_s, accuracy or "exact", as_names(allow or ()))
-    beginning = begin()
-    session = attach_as(
-        PlannedSession, model, optimizer, beginning.plan, process_group, sync=sync,
-        broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=False, loss_scale=loss_scale, guard=guard,
-        mesh=mesh,
-    )  # fmt: skip
+        return attach_as(PlannedSession, model, optimizer, loaded, options)
+    opener = Opener(model, optimizer, accuracy or "exact", as_names(allow or ()))
+    openings: list[Opening] = []
+
+    def first_plan(world: World, facts: ModelFacts, everyone: Sequence[RankInfo]) -> Plan:
+        openings.append(opener.open(world, facts, everyone))
+        return openings[0].plan
+
+    to_make = PlanToMake(opener.problem, first_plan)
+    session = attach_as(PlannedSession, model, optimizer, to_make, replace(options, drift=False))
     if session.world.ranks > 1:
-        session.begin_again = begin
-        session._fly(beginning, watches=drift)
+        session.opener = opener
+        session.fly(openings[0], watches=drift)
     return session
 
 
@@ -229,7 +224,7 @@ def _begin_with_remembered(session: PlannedSession, opening: Opening) -> Opening
         session.switch(plan)
     except PlanMismatch as error:
         if session.world.rank == 0:
-            _warn_unused(error)
+            warn_unused(error)
         return replace(opening, remembered=None)
     return opening
 
@@ -248,108 +243,3 @@ def _check_permitted(plan: Plan, accuracy: Accuracy | None, allow: str | Sequenc
             f"the plan's interface has {', '.join(asked)}, expected nothing beside what allow= names; add it there if "
             f"the script is made for it, or make the plan without `--allow`"
         )
-
-
-@dataclass(frozen=True)
-class _Mine:
-    """What one rank brings."""
-
-    problem: str | None
-    fingerprint: str
-    node: str
-    way: str
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    plan: Plan
-    opening: Opening
-    cache: Cache | None
-    other: Remembered | None
-    """On rank 0, what a run on another number of ranks left."""
-
-
-def _begin(
-    model: nn.Module, optimizer: object, group: dist.ProcessGroup | None, timeout_s: float | None, accuracy: Accuracy,
-    allow: tuple[str, ...], also: Iterable[nn.Parameter] = (),
-) -> _Beginning:  # fmt: skip
-    """Agree with all ranks on how the run begins: rank 0's environment and cache count. `also` are parameters that are
-    trained, though they are frozen now.
-    """
-    way, problem, fingerprint = os.environ.get("PLANNER", "auto").strip().lower() or "auto", None, ""
-    parameters: dict[str, nn.Parameter] = {}
-    try:
-        problem = check_model(model)
-        parameters = {} if problem else trainable_parameters(model, also)
-        fingerprint = parameters_fingerprint(parameters)
-        check_allow(allow)
-        if way not in get_args(Way):
-            raise InputError(f"PLANNER: found {way!r}, expected one of: {', '.join(get_args(Way))}; or leave it out")
-        if accuracy != "exact":
-            raise InputError(
-                f"accuracy: found {accuracy!r} without a plan, expected exact: what riskier plans need is measured by "
-                f"`planner profile --for {accuracy}`; make a plan from that and attach it"
-            )
-    except InputError as error:
-        problem = problem or str(error)
-    problem = problem or (None if parameters else "the model has no trainable parameter; expected at least one")
-    cache: Cache | None = None
-    with joined(group, *deadlines(timeout_s, group)) as world:
-        everyone: list[_Mine] = world.gather(_Mine(problem, fingerprint, node_name(), way), "comparing models")
-        refuse_alike([one.problem for one in everyone])
-        check_same_model([one.fingerprint for one in everyone])
-        nodes = count_nodes([one.node for one in everyone])
-        device = next(iter(parameters.values())).device
-        key = Key(
-            model=fingerprint, ranks=world.ranks, nodes=nodes, backend=world.backend,
-            device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-            cores=os.cpu_count() or 0, torch=torch.__version__, planner=__version__, accuracy=accuracy, allow=allow,
-            optimizer=_class_name(optimizer),
-        )  # fmt: skip
-        found: Remembered | None = None
-        other: Remembered | None = None
-        if world.rank == 0 and world.ranks > 1:
-            cache, found, other = _read_cache(key)
-        answer: tuple[str, Key, object, int | None] = world.gather(
-            (way, key, found.to_document() if found else None, other.key.ranks if other else None),
-            "asking what rank 0 remembers",
-        )[0]
-    chosen, key, document, measured_on = answer
-    remembered = None
-    if document is not None and chosen == "auto":
-        remembered = found or parse_remembered(document, key, "rank 0's cache")
-    reference = ModelReference(name=type(model).__name__.lower(), fingerprint=fingerprint)
-    where = PlanWorld(ranks=key.ranks, nodes=key.nodes, torch=key.torch)
-    first = ddp_plan(parameters, list(reversed(parameters)), reference, where)
-    return _Beginning(
-        plan=first,
-        opening=Opening(
-            way=chosen, key=key, remembered=remembered, measured_on=measured_on, allow=allow,  # type: ignore[arg-type]
-        ),
-        cache=cache,
-        other=other,
-    )  # fmt: skip
-
-
-def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None, Remembered | None]:
-    """Return rank 0's cache, what it holds, and where that is nothing what it holds for another number of ranks; where
-    it cannot be used that is said once, and training goes on.
-    """
-    cache: Cache | None = None
-    try:
-        cache = Cache(cache_folder())
-        found = cache.read(key)
-        return cache, found, cache.read_other_ranks(key) if found is None else None
-    except Exception as error:  # the other ranks wait for what is read here
-        _warn_unused(error)
-        return cache, None, None
-
-
-def _warn_unused(error: Exception) -> None:
-    warnings.warn(f"what earlier runs found is not used: {error}", CacheWarning, stacklevel=4)
-
-
-def _class_name(optimizer: object) -> str:
-    """Return the class of an optimizer, after that of what wraps it."""
-    kinds = [type(one) for one in (optimizer, inner_optimizer(optimizer))]
-    return " of ".join(dict.fromkeys(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))

@@ -8,6 +8,7 @@ against the links' curve.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,14 @@ import numpy as np
 
 from planner.documents.profile import Contention, Profile, Sample
 from planner.jobs.replanning import profile_of_run, without_contention
+from planner.online.planned_run import WARM_UP_STEPS, PlannedRun, Steps
 from planner.profile.compute import RankTimes, rank_times
 from planner.profile.links import make_bucket, undisturbed
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import CommTiming, make_communicator
+from runtime.comm.communicator import CommTiming
 from runtime.monitor.drift import bucket_times, complete
+from runtime.plan import Plan
 from runtime.session.session import Session
 
 SMALLEST_BYTES, LARGEST_BYTES = 1024, 4 * 1024 * 1024
@@ -33,6 +37,12 @@ US_PER_BYTE = 2e-3
 """What a byte of a message is expected to take before one has been seen."""
 MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
+
+MEASURED_STEPS = 20
+LINKS_SHARE, PASSES = 0.018, 3
+"""What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
+START_UP_US = 500.0
+"""What a message is expected to take, beside the time of its bytes, before one has been seen."""
 
 Curve = tuple[Sample, ...]
 
@@ -198,6 +208,61 @@ def find_contention(plans: Sequence[Seen], curve: Curve) -> Contention | None:
                     factors.append(min(one.sent_us[at] for one in plan.ranks) / max(alone_us, 1e-9))
     network = min(max(statistics.median(factors), 1.0), MOST_SLOWED) if factors else 1.0
     return Contention(compute=round(1.0 / (1.0 - lost), 4), network=round(network, 4))
+
+
+def median_overlap(ones: Sequence[Overlap]) -> Overlap:
+    """Return medians over blocks."""
+    whole = [one for one in ones if one.sent_us]
+    return Overlap(
+        statistics.median(one.backward_end_us for one in ones),
+        statistics.median(one.shared_us for one in ones),
+        tuple(map(statistics.median, zip(*(one.sent_us for one in whole), strict=True))),
+        tuple(map(statistics.median, zip(*(one.beside for one in whole), strict=True))),
+    )
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """Return the bytes of each bucket."""
+    return [bucket.size_bytes or 0 for bucket in plan.buckets]
+
+
+def measure_run(run: PlannedRun) -> Steps[tuple[list[RankSample], Curve]]:
+    """Send messages behind the next steps, as the budget allows, then look at the last steps of all ranks."""
+    session = run.session
+    mine = (observe(session, WARM_UP_STEPS // 2), run.step_us)
+    first: list[tuple[RankSample | None, float]] = run.gather(mine, "comparing the first steps")
+    if not all(sample for sample, _ in first):
+        return [], ()
+    step_us = max(step for _, step in first)
+    model_bytes = sum(sizes_of(run.present))
+    byte_us = us_per_byte([sample.overlap for sample, _ in first if sample], model_bytes)
+    sizes = probe_sizes(model_bytes)
+    expected_us = [LinkProbe.calls(size) * (START_UP_US + size * byte_us) for size in sizes]
+    waits = [max(1, math.ceil(time_us / (LINKS_SHARE * step_us))) for time_us in expected_us]
+    doing = "steps and messages are measured; then rank 0 decides, and what it found is tried"
+    run.begin_stage(doing, PASSES * sum(waits))
+    begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
+    try:
+        for number in range(PASSES):
+            for size, time_us in zip(sizes, expected_us, strict=True):
+                yield from run.wait(max(1, math.ceil(time_us / (LINKS_SHARE * step_us))))
+                probe.send(size)
+            ranks: list[list[float]] = run.gather(probe.times_us(), "comparing times of messages")
+            spent_us = max(map(sum, ranks))
+            expected_us = [*map(min, expected_us, *(one[-len(sizes) :] for one in ranks))]
+            if number + 1 < PASSES:  # what was not expected is made up for
+                yield from run.wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
+    finally:
+        probe.close()
+    samples: list[RankSample] = run.gather(observe(session, MEASURED_STEPS), "comparing the last steps")
+    own = own_messages(sizes_of(run.present), [sample.overlap for sample in samples])
+    curve = with_own_messages(curve_of(sizes, ranks), own)
+    share = spent_us / max((session.step - begun) * step_us, 1.0)
+    run.tell(
+        f"measured {MEASURED_STEPS} steps, and messages of {len(sizes)} sizes behind {PASSES * len(sizes)} others: "
+        f"{spent_us / 1e3:.0f} ms, {share:.1%} of their time"
+    )
+    return samples, curve
 
 
 def make_profile(session: Session, ranks: Sequence[RankSample], curve: Curve, contention: Contention | None) -> Profile:

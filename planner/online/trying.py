@@ -8,10 +8,8 @@ import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
 
-from runtime.monitor.verdict import Verdict, half_interval
+from runtime.monitor.verdict import BLOCK_STEPS, Verdict, half_interval
 
-BLOCK_STEPS = 5
-"""The first one of each, which has come from another plan, is not counted."""
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 8
 MOST_SIZES = 4
 """Trials of other numbers of buckets."""

@@ -23,9 +23,11 @@ from planner.profile.links import make_bucket, timed_us
 from planner.profile.progress import Progress
 from planner.profile.request import REPEATS, Phases
 from runtime.checks.plan import dtype_name, trainable_parameters
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing
+from runtime.comm.communicator import CommTiming, Communicator, Payload, nothing
 from runtime.comm.world import World
+from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
@@ -137,7 +139,8 @@ class StepRunner:
         communicator: Communicator | None = None,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._step, self._world = model, optimizer, step, world
-        self.session = Session(model, optimizer, measuring_plan(model, world.ranks), world, communicate=False)
+        options = AttachOptions(communicate=False, drift=False, guard=False)
+        self.session = Session(model, optimizer, measuring_plan(model, world.ranks), world, options)
         if communicator is not None:
             self.session.use_communicator(communicator)
         self.clock = self.session.recorder.clock

@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from planner.cost.collectives import Coefficients, solve_link
 from planner.documents.profile import Line, Link, Sample
 from planner.profile.progress import Progress
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.direct import Narrowed, Packed
 from runtime.comm.collectives.phases import bounds, gather, reduce_scatter
-from runtime.comm.communicator import CommTiming, Payload, make_communicator
+from runtime.comm.communicator import CommTiming, Payload
 from runtime.comm.world import World, first_line
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard

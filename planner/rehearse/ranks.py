@@ -46,8 +46,9 @@ from planner.rehearse.rehearsal import Asked, OnHosts, Rehearsed, scaled_plan
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
 from planner.testbed.wiring import INTERFACE, MTU_BYTES, shaping
 from runtime.checks.plan import model_fingerprint
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import CommTiming, make_communicator
+from runtime.comm.communicator import CommTiming
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError

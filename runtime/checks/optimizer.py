@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from runtime.checks.modes import asked_modes
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.errors import AccuracyWarning
-from runtime.modes import asked_modes
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer
 from runtime.pages import page

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from runtime.checks.modes import asked_modes
 from runtime.comm.collectives import (
     COLLECTIVES,
     DENSE_FORMS,
@@ -19,9 +20,8 @@ from runtime.comm.collectives import (
     TWO_SHOT,
     form_of,
 )
-from runtime.core.members import exchanged_parameters, ignored_ids
+from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
 from runtime.errors import InputError
-from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, gathers_problem, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs
@@ -45,9 +45,9 @@ def trainable_parameters(model: nn.Module, also: Iterable[nn.Parameter] = ()) ->
     """
     found: dict[str, nn.Parameter] = {}
     full: dict[str, str] = {}
-    ignored, counted = ignored_ids(model), set(map(id, also))
-    for name, parameter in model.named_parameters():
-        if not (parameter.requires_grad or id(parameter) in counted) or id(parameter) in ignored:
+    counted = set(map(id, also))
+    for name, parameter in named_parameters(model):
+        if not (parameter.requires_grad or id(parameter) in counted):
             continue
         short = canonical_name(name)
         if short in found:
@@ -74,8 +74,7 @@ def parameters_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
 
 def check_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None:
     """Return what speaks against attaching this model beside those that are attached already, or None."""
-    ignored = ignored_ids(model)
-    mine = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in ignored]
+    mine = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
     for other in attached:
         if other is model:
             return "the model is attached already; call session.detach() first"
@@ -99,10 +98,7 @@ def check_model(model: nn.Module) -> str | None:
             f"the model is wrapped in {wrapper}, which exchanges gradients itself; expected a plain module: pass the "
             f"inner one (model.module) and drop the wrapper"
         )
-    ignored = ignored_ids(model)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if id(tensor) in ignored:
-            continue
+    for name, tensor in chain(named_parameters(model), named_buffers(model)):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             return f"{name} has no shape yet (a lazy module); expected one: run one forward before attach"
         if is_sharded(tensor):
@@ -122,14 +118,15 @@ def check_model(model: nn.Module) -> str | None:
                 f"{name} has the grad_dtype {found}; expected that of the parameter, {tensor.dtype}, which buckets "
                 f"have: leave grad_dtype as it is"
             )
-    devices = {str(p.device) for p in exchanged_parameters(model)}
+    exchanged = exchanged_parameters(model)
+    devices = {str(parameter.device) for parameter in exchanged}
     if len(devices) > 1:
         return f"the parameters are on several devices ({', '.join(sorted(devices))}); expected one device per rank"
     if "meta" in devices:
         return "the parameters are on the device meta and have no data; expected real ones: model.to_empty(device=...)"
     for name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if sparse and id(module.weight) not in ignored:
+        if sparse and any(module.weight is one for one in exchanged):
             return f"{name or 'the model'} is an embedding with sparse=True gradients; expected sparse=False"
     return None
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from torch import nn
 
+from runtime.checks.modes import asked_modes
 from runtime.comm.collectives import HITOPK, TORUS, TWO_SHOT, asks_for_nodes, form_of, is_narrow_between
 from runtime.comm.collectives.phases import share_of
 from runtime.comm.phased_communicator import phases_of
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
-from runtime.errors import AdaptedWarning
-from runtime.modes import asked_modes
+from runtime.errors import AdaptedWarning, PlanMismatch
 from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
 
 
@@ -68,8 +68,12 @@ def _check_order(plan: Plan, topology: Topology) -> str | None:
 
 
 def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> Plan:
-    """The plan as it is executed on the world's nodes; rank 0 says (`AdaptedWarning`) what is other than it reads."""
+    """Return the plan as it is executed on the world's nodes; rank 0 warns (`AdaptedWarning`) of what is other than it
+    reads. Raises PlanMismatch, on all ranks alike, where these nodes cannot carry it out.
+    """
     topology = world.topology
+    if problem := check_topology(plan, topology):
+        raise PlanMismatch(problem)
     if not isinstance(topology, Topology) or world.ranks == 1:
         return plan
     adapted = _adapted(plan, topology)

@@ -21,7 +21,7 @@ from runtime.comm.collectives.direct import library_all_reduce
 from runtime.comm.waits import wait_watched, work_is_over
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
-from runtime.torch_compat import backend_of, is_of_backend, result_of, unprofiled, wait_for
+from runtime.torch_compat import is_of_backend, result_of, unprofiled, wait_for
 
 THROUGH_HOST = "gloo"
 """The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
@@ -340,21 +340,3 @@ def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
-
-
-def make_communicator(
-    world: World, collectives: list[Collective], device: torch.device, whole: World | None = None, *,
-    across_steps: bool = False,
-) -> Communicator:  # fmt: skip
-    """Make the communicator for a device; errors name this rank by its number in `whole`, of which `world` may be a
-    part. `across_steps`: whether messages may be on their way when a step ends.
-    """
-    if world.group is None:
-        return NullCommunicator()
-    if device.type != "cuda":
-        return HostCommunicator(world, collectives, whole, across_steps=across_steps)
-    if backend_of(world.group, device) == THROUGH_HOST:
-        from runtime.comm.staged_communicator import DeviceLane, StagedCommunicator  # which needs this module
-
-        return StagedCommunicator(world, collectives, DeviceLane(device), DeviceLane(device), whole)
-    return StreamCommunicator(world, collectives, device, whole)

@@ -88,8 +88,12 @@ class Slot:
         done to it from now on is not done to the bucket, nor the other way round.
         """
         if self.parameter.grad is self.view and not held_by_torch(self.view, 1):
-            theirs, self.view = self.view, self._home.data
-            theirs.data = self.view.clone()
+            self._part()
+
+    def _part(self) -> None:
+        """Take a new view, and give the old one, which others hold, memory of its own."""
+        old, self.view = self.view, self._home.data
+        old.data = self.view.clone()
 
     def refuse_graph(self, gradient: Tensor) -> None:
         """Raise InputError for a gradient that is to be differentiated: the average would be a constant."""
@@ -112,8 +116,7 @@ class Slot:
         if held_by_torch(self.view):
             self.bucket.move(next(message for message in self.bucket.messages if self in message.slots))
         else:
-            theirs, self.view = self.view, self._home.data
-            theirs.data = self.view.clone()
+            self._part()
 
 
 class _Holder:

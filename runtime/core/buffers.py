@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runtime.comm.communicator import raise_failure
 from runtime.comm.world import World
-from runtime.core.members import exchanged_buffers, ignored_ids
+from runtime.core.members import exchanged_buffers, named_buffers
 from runtime.core.watch import Tables
 from runtime.errors import InputError
 from runtime.torch_compat import ModuleHook, hook_before_forward
@@ -151,9 +151,7 @@ class BufferSync:
     def _take(self) -> None:
         self._modules = list(self._model.modules())
         self._tables = Tables(self._modules, "_buffers")
-        ignored = ignored_ids(self._model)
-        found = self._model.named_buffers()
-        self._named = [one for one in found if id(one[1]) not in ignored and not one[1].is_meta]
+        self._named = [one for one in named_buffers(self._model) if not one[1].is_meta]
         self._buffers = [buffer for _, buffer in self._named]
         self._shapes = [buffer.shape for buffer in self._buffers]
 

@@ -120,31 +120,33 @@ class UpdateHooks:
     """
 
     def __init__(
-        self, optimizer: Optimizer, begin: Callable[[], None], before: Callable[..., Any], after: Callable[..., Any]
-    ) -> None:
+        self, optimizer: Optimizer, begin: Callable[[Optimizer], None], before: Callable[..., Any],
+        after: Callable[..., Any],
+    ) -> None:  # fmt: skip
         """Register the hooks: `before` and `after` are torch's pre- and post-hooks of the step; `begin` is called
-        before all hooks on it, also where a derived class's step calls its base class's, which has hooks, too.
+        before all hooks on it, also where a derived class's step calls its base class's, which has hooks, too; and,
+        with that one, when a step of another optimizer begins.
         """
-        self._begin = begin
+        self._optimizer, self._begin = optimizer, begin
         self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-        self._of = _update_hooks.setdefault(optimizer, [])
-        self._of.append(weakref.ref(self))
+        _update_hooks.add(self)
         _watch_updates()
 
-    def take_places(self) -> None:
-        """Become the last pre-hook and the first post-hook; the step goes through neither of them yet."""
-        for handle, last in zip(self._handles, (True, False), strict=True):
-            hooks: Any = handle.hooks_dict_ref()  # an ordered dict
-            hooks.move_to_end(handle.id, last=last)
-        self._begin()
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Become the last pre-hook and the first post-hook of this optimizer's step, which goes through neither yet."""
+        if optimizer is self._optimizer:
+            for handle, last in zip(self._handles, (True, False), strict=True):
+                hooks: Any = handle.hooks_dict_ref()  # an ordered dict
+                hooks.move_to_end(handle.id, last=last)
+        self._begin(optimizer)
 
     def remove(self) -> None:
-        self._of.remove(weakref.ref(self))
+        _update_hooks.discard(self)
         for handle in self._handles:
             handle.remove()
 
 
-_update_hooks: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[UpdateHooks]]] = weakref.WeakKeyDictionary()
+_update_hooks: weakref.WeakSet[UpdateHooks] = weakref.WeakSet()
 
 
 @functools.cache
@@ -152,8 +154,7 @@ def _watch_updates() -> None:
     """Once in a process, for good: torch calls the hooks on all optimizers before it looks at those of one."""
 
     def before_any_step(optimizer: Optimizer, *_: Any) -> None:
-        for reference in _update_hooks.get(optimizer, ()):
-            if (hooks := reference()) is not None:
-                hooks.take_places()
+        for hooks in list(_update_hooks):
+            hooks.step_begins(optimizer)
 
     register_optimizer_step_pre_hook(before_any_step)

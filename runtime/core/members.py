@@ -28,13 +28,21 @@ def ignored_ids(model: nn.Module) -> set[int]:
     return ignored - taken | {id(buffer) for name, buffer in model.named_buffers() if canonical_name(name) in names}
 
 
-def exchanged_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that follow rank 0 at attach, trainable or not."""
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that follow rank 0 at attach, trainable or not, with their names in the model."""
     ignored = ignored_ids(model)
-    return [parameter for parameter in model.parameters() if id(parameter) not in ignored]
+    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in ignored]
+
+
+def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that follow rank 0, with their names in the model."""
+    ignored = ignored_ids(model)
+    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in ignored]
+
+
+def exchanged_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for _, parameter in named_parameters(model)]
 
 
 def exchanged_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that follow rank 0."""
-    ignored = ignored_ids(model)
-    return [buffer for buffer in model.buffers() if id(buffer) not in ignored]
+    return [buffer for _, buffer in named_buffers(model)]

@@ -112,7 +112,11 @@ class GatheredUsage:
         return int(self._told[:, -1].sum())
 
     def used_somewhere(self) -> set[int]:
-        return set(used_on_any(self._told[:, :-1]).nonzero().flatten().tolist())
+        return self._reported(1)
+
+    def _reported(self, word: int) -> set[int]:
+        """Return the gradients of which any rank has reported this."""
+        return set(used_on_any(self._told[:, :-1] == word).nonzero().flatten().tolist())
 
 
 Usage = UsageFlags | GatheredUsage

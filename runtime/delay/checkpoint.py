@@ -29,9 +29,14 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
+VERSION = 2
+"""Of what is saved. Version 1, which names none, has other names of two entries."""
+RENAMED = {"told": "reported", "words": "distance"}
+"""Name in version 1 → now."""
+
 KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "pace", "workers"}
 DELAYED_KEYS = KEYS | {
-    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "buckets",
+    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "reported", "distance", "buckets",
 }  # fmt: skip
 
 
@@ -74,6 +79,19 @@ ELSEWHERE = (
 """What to do with the state of other ranks, workers or buckets, by which other ranks own each part of the weights."""
 
 
+def _upgraded(state: Any) -> Any:
+    """Return the state with the entries of this version. Raises InputError for one of a later version."""
+    if not isinstance(state, Mapping):
+        return state  # refused by `check_state`
+    version = state.get("version", 1)
+    if version not in (1, VERSION):
+        raise InputError(
+            f"found the state of a run with delay in version {version}, expected at most {VERSION}: install the "
+            f"version of this package that wrote it, or a later one"
+        )
+    return {RENAMED.get(name, name): value for name, value in state.items()}
+
+
 def own_state(given: Any, rank: int, ranks: int, workers: int, buckets: list[list[str]]) -> Any:
     """Return what `Delayed.load` continues from, of this rank's `Session.state_dict()` or all. Raises InputError."""
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
@@ -91,7 +109,7 @@ def own_state(given: Any, rank: int, ranks: int, workers: int, buckets: list[lis
             f"found {whose} of {count}, this is rank {rank} of {ranks}; expected its own, or those of all ranks in "
             f"order: {ELSEWHERE}"
         )
-    state = everyone[rank if several else 0]["delay"]
+    state = _upgraded(everyone[rank if several else 0]["delay"])
     if isinstance(state, Mapping) and state.get("workers", workers) != workers:
         raise InputError(
             f"found the state of a run with {state['workers']} workers, expected {workers}, as here: {ELSEWHERE}"

@@ -3,7 +3,7 @@
     bucket complete   ─▶ its push of the step before has ended; its gradients are copied and leave
     end of backward   ─▶ `.grad`s are this worker's own; behind the last push is sent what all have to know of the step,
                          then owners update their shards, and every k-th step the new weights follow
-    optimizer.step()  ─▶ `runtime.modes.delayed`: weights that were pulled in the step before are waited for
+    optimizer.step()  ─▶ `runtime.delay.delayed`: weights that were pulled in the step before are waited for
 
 A worker is a rank, or a node (`runtime.delay.nodes`): then the end of backward waits for the node's averages.
 Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
@@ -30,7 +30,7 @@ from runtime.core.exchange import ErrorFeedback, Launcher
 from runtime.core.usage import used_on_any
 from runtime.delay.nodes import IntraNodeAllReduce, IntraNodeBroadcast, NodeLinks
 from runtime.delay.pushes import NarrowedPush
-from runtime.delay.server import Rates, Server
+from runtime.delay.server import Rates, Server, rates_of
 from runtime.delay.staleness import NO_DISTANCE
 from runtime.monitor.pace import NO_TIMING
 from runtime.monitor.recorder import Recorder
@@ -143,7 +143,6 @@ class Pushes(Launcher):
         *,
         optimizer: torch.optim.Optimizer,
         rank: int,
-        rates: Callable[[], Rates],
         pulls_at: Callable[[int, Tensor | None], bool],
         loss_scale: Callable[[], float],
     ) -> None:
@@ -154,7 +153,6 @@ class Pushes(Launcher):
             topology: whose nodes are the workers.
             communicator: `runtime.delay.nodes.NodeLinks` where nodes have several ranks.
             optimizer: whose groups and momentum the owners take over.
-            rates: the hyperparameters of its groups now.
             pulls_at: (step, what all workers said behind the pushes of the one before) → whether the weights that the
                 step leaves are pulled; called once for each step, and alike on all ranks.
             loss_scale: the factor of this rank's losses now.
@@ -166,9 +164,7 @@ class Pushes(Launcher):
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         metadata_bytes = HEAD_BYTES + len(self._slots)
         self.server = Server(
-            buckets, optimizer, rank, topology.num_nodes * ranks_per_node, owners=topology.owners,
-            ranks_per_node=ranks_per_node, metadata_bytes=metadata_bytes,
-            compressors=[bucket.compressor for bucket in plan.buckets],
+            buckets, optimizer, rank, topology, [bucket.compressor for bucket in plan.buckets], metadata_bytes
         )  # fmt: skip
         self._links = communicator if isinstance(communicator, NodeLinks) else None
         self._between: Communicator = communicator if self._links is None else self._links.between
@@ -179,7 +175,7 @@ class Pushes(Launcher):
                 for shards in self.server.shards
             ]
             """By bucket and message."""
-        self._rates, self._loss_scale, self._workers = rates, loss_scale, topology.num_nodes
+        self._optimizer, self._loss_scale, self._workers = optimizer, loss_scale, topology.num_nodes
         self._before: dict[int, CommTiming] = {}
         self._finite: list[Tensor] = []
         self.finite = torch.tensor(True)
@@ -266,7 +262,7 @@ class Pushes(Launcher):
             self.reported = self._end.reported  # its bucket's push has ended
         pulls = self._pulls_at(self.step, None if self.reported is None else self.reported[:, 1:HEAD])
         pulled = self._room(self.step, sent) if pulls else None
-        self._end = StepEpilogue(self.server, self._rates(), torch.empty(0), pulled, self._links)
+        self._end = StepEpilogue(self.server, rates_of(self._optimizer), torch.empty(0), pulled, self._links)
         if pulled is not None:
             self.pulls.append(pulled)
             if len(self.pulls) > KEPT_PULLS:  # nobody has taken it: optimizer's steps were left out

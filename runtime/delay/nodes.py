@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives.direct import push_pull
 from runtime.comm.collectives.phases import add_up, gather
-from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing
+from runtime.comm.communicator import CommTiming, Communicator, Payload, nothing
 from runtime.comm.topology import Topology
 from runtime.comm.world import Grid, World
 from runtime.delay.pushes import Rows, copy_into_rows

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, Part, Slot
 from runtime.delay.pushes import NarrowedPush, Push, SelectedPush, WholePush, make_push
@@ -192,27 +193,21 @@ class Server:
     """What one rank owns of all buckets, and the optimizer that updates it."""
 
     def __init__(
-        self,
-        buckets: Sequence[BucketBuffer],
-        optimizer: torch.optim.Optimizer,
-        rank: int,
-        ranks: int,
-        *,
-        owners: Sequence[int] | None = None,
-        ranks_per_node: int = 1,
-        compressors: Sequence[CompressorSpec] | None = None,
-        metadata_bytes: int = 0,
-    ) -> None:
-        """Take over the parameters' weights and the optimizer's momentum, which are the same on all ranks. `owners`:
-        the number of each rank as an owner, by default its own; `compressors`: of each bucket's pushes, by default
-        none; `metadata_bytes`: behind the last push. Each worker has `ranks_per_node` ranks.
+        self, buckets: Sequence[BucketBuffer], optimizer: torch.optim.Optimizer, rank: int, workers: Topology,
+        compressors: Sequence[CompressorSpec] | None = None, metadata_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Take over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
+
+        Args:
+            compressors: of each bucket's pushes; default: none.
+            metadata_bytes: what follows the last push.
         """
-        self._owners = tuple(range(ranks) if owners is None else owners)
+        self._owners, ranks = workers.owners, workers.num_nodes * workers.ranks_per_node
         last = buckets[-1].messages[-1]
         self.shards = [
             [
                 Shard(
-                    message, self._owners[rank], ranks, ranks_per_node=ranks_per_node,
+                    message, self._owners[rank], ranks, ranks_per_node=workers.ranks_per_node,
                     compressor=NO_COMPRESSION if compressors is None else compressors[bucket.index],
                     metadata_bytes=metadata_bytes if message is last else 0,
                 )

@@ -1,29 +1,31 @@
 """What a session asks of a way to train (a mode); where a mode says nothing, what synchronous training does.
 
-A mode is one module of this folder and one line of its registry, `runtime.modes.MODES`.
+A mode is one module and one line of the registry, `runtime.checks.modes.MODES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of, has_phases
-from runtime.comm.communicator import Communicator, NullCommunicator, make_communicator
+from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import Exchange
+from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
+from runtime.monitor.step_report import StepReport
 from runtime.plan import Plan
 from runtime.plan.combinations import SYNCHRONOUS
-from runtime.sharded.step import StepReport
 from runtime.sparse.layout import make_buckets
 from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
 
@@ -38,11 +40,7 @@ class Host(Protocol):
     device: torch.device
     step: int
     """How many steps have been exchanged."""
-    communicates: bool
-    """Whether gradients are exchanged at all; False for measuring."""
-    guarded: bool
-    """Whether what costs accuracy or is no faster is given up."""
-    loss_scale: Callable[[], float] | None
+    options: AttachOptions
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None: ...
@@ -58,6 +56,32 @@ class Host(Protocol):
     def put(self, exchange: Exchange) -> None:
         """Another exchange takes the place of the present one, between two steps; all ranks call this."""
         ...
+
+
+class StepHooks:
+    """Called around forwards of the model and the optimizer's step; by default nothing happens."""
+
+    def before_forward(self) -> None:
+        """A forward of the model begins."""
+
+    def wait_for_weights(self) -> None:
+        """Block until this rank has all ranks' weights; see `Session.wait_for_weights`."""
+
+    def begin_step(self) -> None:
+        """The optimizer's step begins, or that of its base class in it; hooks on it come next."""
+
+    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
+        return None
+
+    def after_step(self) -> None:
+        """The optimizer has made a step."""
+
+    def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of another optimizer than the session's begins, of this model or of any other."""
+
+
+NO_HOOKS = StepHooks()
 
 
 class Mode:
@@ -116,16 +140,16 @@ class Mode:
         One whose collectives have phases gets its communicator when it is put in place: all ranks have to be there.
         """
         plan, host = self.synchronous_plan, self.host
-        world, carried = host.world, ErrorFeedbackState(loss_scale=host.loss_scale)
+        world, carried = host.world, ErrorFeedbackState(loss_scale=host.options.loss_scale)
         buckets: list[BucketBuffer] = []
         communicator: Communicator = NullCommunicator()
-        if host.communicates and not has_phases(plan):
+        if host.options.communicate and not has_phases(plan):
             communicator = make_communicator(world, [collective_of(bucket) for bucket in plan.buckets], host.device)
         flags = None
         # One rank alone has no buckets: its `.grad`s are averages already.
-        if world.ranks > 1 or not host.communicates:
+        if world.ranks > 1 or not host.options.communicate:
             buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
-            carried = ErrorFeedbackState(buckets, lossy, host.loss_scale)
+            carried = ErrorFeedbackState(buckets, lossy, host.options.loss_scale)
         launcher = AllReduce(
             buckets, flags, communicator, carried, host.parameters, host.recorder, ranks=world.ranks,
             exact=plan.accuracy == "exact",
@@ -145,21 +169,10 @@ class Mode:
         """Whether the plan's prediction is of the steps that are made now."""
         return True
 
-    def before_forward(self) -> None:
-        """A forward of the model begins."""
-
-    def wait_for_weights(self) -> None:
-        """See `Session.wait_for_weights`."""
-
-    def begin_step(self) -> None:
-        """The optimizer's step begins, or that of its base class in it; hooks on it come next."""
-
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
-        return None
-
-    def after_step(self) -> None:
-        """The optimizer has made a step."""
+    @property
+    def hooks(self) -> StepHooks:
+        """Called around forwards and the optimizer's step."""
+        return NO_HOOKS
 
     def exchanged(self) -> None:
         """A step's gradients have been exchanged, and counted in `Host.step`; the optimizer's step comes next."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from runtime.torch_compat import ModuleHook, hook_after_forward, hook_before_for
 
 KEPT_STEPS = 60
 """More than `runtime.monitor.drift` judges: the last ones may still be on their way through a device."""
+
+
+USUAL_STEP_US = 1e5
 
 
 class StepMarks:
@@ -66,12 +71,15 @@ class Recorder:
         """Whether the readiness of every gradient is marked."""
         self.on_backward: Callable[[], None] | None = None
         """Called when the first gradient of a step is ready (for measuring)."""
+        self.restarts = 0
+        """Number of plans that have begun since the first one."""
         self._shape = (buckets, gradients)
         self._now = StepMarks(*self._shape)
 
     def restart(self, buckets: int, gradients: int) -> None:
         """Forget all steps: another plan begins. What has been seen of the step that is on its way is kept."""
         self.steps.clear()
+        self.restarts += 1
         self._shape = (buckets, gradients)
         before, self._now = self._now, StepMarks(*self._shape)
         self._now.forward, self._now.forward_end, self._now.loss = before.forward, before.forward_end, before.loss
@@ -134,6 +142,14 @@ class Recorder:
 
     def buffers_aligned(self) -> None:
         self.steps[-1].aligned = self.clock.mark()
+
+    def intervals_us(self) -> list[float]:
+        """Return how long each of the last steps took, from the end of one exchange to that of the next."""
+        return [self.clock.between_us(a.end, b.end) for a, b in pairwise(self.steps)]
+
+    def step_us(self, last: int) -> float:
+        """Return the median of at most so many last steps; of none, where another plan has just begun, a usual time."""
+        return statistics.median(self.intervals_us()[-last:] or [USUAL_STEP_US])
 
     def _before_update(self, *_: Any) -> None:
         if self.steps and self.steps[-1].update_end is None:  # else a closure is about to make the next step

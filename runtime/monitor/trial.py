@@ -1,78 +1,100 @@
-"""Whether a lossy plan really is faster than the exact one beside it (`fallback`): tried in its first steps.
+"""Which of two plans is faster: both train in interleaved blocks of steps.
 
-Both train by turns, a few steps each, so that a drift of the machine hits both alike. Nothing is lost when they change
-over: the residuals of the lossy plan are sent with the exact one's first step. Every rank measures its own steps; the
-verdict is made from those of all ranks and so is the same on all of them.
+A drift of the machine slows both alike. Nothing is lost where one replaces the other: the residuals of a lossy plan are
+sent with the other one's first step. Every rank measures its own steps; verdicts are made from those of all ranks, of
+which the slowest counts, and so are the same on all of them.
 """
 
 from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Generator, Sequence
 
 from runtime.comm.world import World
 from runtime.errors import FallbackWarning
-from runtime.monitor.clock import Clock
-from runtime.monitor.verdict import Verdict, faster, half_interval
+from runtime.monitor.recorder import Recorder
+from runtime.monitor.verdict import BLOCK_STEPS, Verdict, faster, half_interval
 from runtime.plan import Plan
 
 WARM_UP_STEPS = 3
-"""Of a run, before the first block; and the first of each block, which has come from another plan, is not counted."""
-BLOCK_STEPS, ROUNDS = 5, 4
+"""Steps of a run before the first block."""
+ROUNDS = 4
 """Each round has a block of each plan, the second one in the other order."""
+
+Rounds = Sequence[tuple[float, float]]
+"""By round, the median step of the new plan and of the old one in microseconds, on the slowest rank."""
+Steps = Generator[Plan | None, None, Verdict | None]
+"""Resumed after each step; yields the plan of the next one, None for the present one."""
+
+
+def trial_steps(
+    plans: tuple[Plan, Plan], present: Plan, recorder: Recorder, world: World,
+    judge: Callable[[Rounds], Verdict | None], after_block: Callable[[Plan], None] = lambda _: None,
+) -> Steps:  # fmt: skip
+    """Train by two plans in interleaved blocks until there is a verdict; all ranks do this at the same step.
+
+    Args:
+        plans: the new one and the old one.
+        present: the one of both that training has now.
+        recorder: the session's, by which steps are timed.
+        world: its ranks.
+        judge: gives the verdict on the rounds so far, None where another round is needed.
+        after_block: called with a block's plan when its steps are in the recorder.
+
+    Returns:
+        The verdict; None where a rank could not lay a plan out, and training stays with the other one.
+    """
+    new, old = plans
+    rounds: list[tuple[float, float]] = []
+    verdict: Verdict | None = None
+    while verdict is None:
+        times_us: dict[bool, float] = {}
+        for plan in (new, old) if len(rounds) % 2 == 0 else (old, new):
+            switches, restarts = plan is not present, recorder.restarts
+            yield plan if switches else None
+            for _ in range(BLOCK_STEPS - 1):
+                yield None
+            if switches and recorder.restarts == restarts:
+                return None
+            present = plan
+            times_us[plan is new] = recorder.step_us(BLOCK_STEPS - 1)
+            after_block(plan)
+        everyone: list[dict[bool, float]] = world.gather(times_us, "comparing plans")
+        rounds.append((max(one[True] for one in everyone), max(one[False] for one in everyone)))
+        verdict = judge(rounds)
+    return verdict
 
 
 class Trial:
-    """The turns of both plans, and the verdict."""
+    """Tries a lossy plan against its `fallback` in the first steps; the verdict is None until then."""
 
-    def __init__(self, plan: Plan, world: World, clock: Clock) -> None:
-        assert plan.fallback is not None
+    def __init__(self, plan: Plan, world: World, recorder: Recorder) -> None:
         self.lossy = plan
-        self._plans = {"lossy": plan, "exact": plan.fallback}
-        self._world, self._clock = world, clock
-        order = [("lossy", "exact") if number % 2 == 0 else ("exact", "lossy") for number in range(ROUNDS)]
-        self._blocks = [name for pair in order for name in pair]
-        self._step = -WARM_UP_STEPS
-        self._marks: list[Any] = []
-        self._times_us: dict[str, list[float]] = {"lossy": [], "exact": []}
         self.verdict: Verdict | None = None
+        self._steps = self._run(recorder, world)
 
     def step_done(self) -> Plan | None:
-        """After each step: the plan to change over to, or None to stay with the present one. Ranks may meet here."""
-        self._marks.append(self._clock.mark())
-        self._step += 1
-        if self._step <= 0 or self._step % BLOCK_STEPS:
-            return None
-        block = self._step // BLOCK_STEPS - 1
-        between = self._clock.between_us
-        # From the end of one step to the end of the next; the block's first step is left out.
-        marks = self._marks[-BLOCK_STEPS:]
-        times = [between(start, end) for start, end in pairwise(marks)]
-        self._times_us[self._blocks[block]].append(statistics.median(times))
-        self._marks = self._marks[-1:]
-        if block + 1 < len(self._blocks):
-            return self._changed(self._blocks[block], self._blocks[block + 1])
-        everyone: list[dict[str, list[float]]] = self._world.gather(self._times_us, "comparing plans")
-        self.verdict = judge(everyone)
-        if not self.verdict.good:
-            warnings.warn(self.verdict.text, FallbackWarning, stacklevel=2)
-        return self._changed(self._blocks[block], "lossy" if self.verdict.good else "exact")
+        """Return the plan of the next step after each one, None for the present one. Ranks may meet here."""
+        return next(self._steps, None)
 
-    def _changed(self, present: str, following: str) -> Plan | None:
-        return None if present == following else self._plans[following]
+    def _run(self, recorder: Recorder, world: World) -> Generator[Plan | None, None, None]:
+        lossy, exact = self.lossy, self.lossy.fallback
+        assert exact is not None
+        for _ in range(WARM_UP_STEPS - 1):  # the first one is over
+            yield None
+        self.verdict = yield from trial_steps((lossy, exact), lossy, recorder, world, lambda rounds: judge(rounds))
+        if self.verdict is not None and not self.verdict.good:
+            warnings.warn(self.verdict.text, FallbackWarning, stacklevel=3)
+            yield exact
 
 
-def judge(ranks: Sequence[dict[str, list[float]]]) -> Verdict:
-    """Return the verdict of all ranks' blocks: a step is as long as on the slowest rank."""
-    lossy, exact = (np.array([rank[name] for rank in ranks]).max(axis=0) for name in ("lossy", "exact"))
-    difference = exact - lossy  # of blocks that are neighbours in time
-    noise_us = half_interval(difference.tolist())
+def judge(rounds: Rounds) -> Verdict | None:
+    """Return whether the lossy plan is faster than the exact one beyond the noise of the rounds."""
+    if len(rounds) < ROUNDS:
+        return None
+    lossy_us, exact_us = (statistics.fmean(column) for column in zip(*rounds, strict=True))
+    noise_us = half_interval([exact - lossy for lossy, exact in rounds])
     return faster(
-        float(lossy.mean()), float(exact.mean()), noise_us, "steps of the lossy plan",
-        "those of the exact plan beside it", "the exact plan",
-    )  # fmt: skip
+        lossy_us, exact_us, noise_us, "steps of the lossy plan", "those of the exact plan beside it", "the exact plan"
+    )

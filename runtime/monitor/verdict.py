@@ -12,6 +12,9 @@ Cause = Literal["none", "compute", "network", "rank"]
 """What made steps longer: nothing; this rank's computation; messages; the first message, which waits for another rank.
 """
 
+BLOCK_STEPS = 5
+"""Steps of a plan in a row, where two are tried; the first one, which has come from the other plan, is not counted."""
+
 Z_SCORE = 2.0
 """Standard errors that a difference has to exceed before it counts."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,27 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import check_optimizer, check_owner, warn_of_selection
-from runtime.checks.plan import (
-    check_attached,
-    check_buffers,
-    check_model,
-    check_plan,
-    dtype_name,
-    model_fingerprint,
-    trainable_parameters,
-)
-from runtime.checks.topology import adapt, check_topology
+from runtime.checks.optimizer import warn_of_selection
+from runtime.checks.plan import check_plan
+from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
-from runtime.core.members import exchanged_buffers, exchanged_parameters, ignored_ids
+from runtime.core.members import exchanged_buffers, exchanged_parameters
+from runtime.core.options import AttachOptions
 from runtime.errors import InputError, PlanMismatch
-from runtime.modes import asked_modes
 from runtime.monitor.drift import warn_of_torch
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Plan, load_plan
-from runtime.plan.names import canonical_name, fingerprint
 from runtime.session.session import Session, attached
 from runtime.version import __version__
 
@@ -98,103 +90,83 @@ def attach(
         InputError: the model is attached already, or is none; the optimizer is none.
         EnvironmentFailure: a rank did not come within the deadline.
     """
-    return attach_as(
-        Session, model, optimizer, plan, process_group, sync=sync, broadcast_buffers=broadcast_buffers,
-        timeout_s=timeout_s, drift=drift, loss_scale=loss_scale, guard=guard, mesh=mesh,
+    options = AttachOptions(
+        process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
+        loss_scale=loss_scale, guard=guard, mesh=mesh,
     )  # fmt: skip
+    return attach_as(Session, model, optimizer, plan, options)
+
+
+@dataclass(frozen=True)
+class PlanToMake:
+    """A plan that is made once all ranks have agreed on the model, from what they agreed on."""
+
+    problem: str | None
+    """What is wrong on this rank, which is reported to all."""
+    make: Callable[[World, ModelFacts, Sequence[RankInfo]], Plan]
+    """Called on all ranks, with the information of each; gives a plan that drives the model, the same on all."""
 
 
 def attach_as(
-    kind: type[S],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    plan: Plan | str | Path,
-    process_group: dist.ProcessGroup | None,
-    *,
-    sync: bool,
-    broadcast_buffers: bool,
-    timeout_s: float | None,
-    drift: bool,
-    loss_scale: Callable[[], float] | None,
-    guard: bool,
-    mesh: DeviceMesh | None,
-) -> S:
+    kind: type[S], model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan | str | Path | PlanToMake,
+    options: AttachOptions,
+) -> S:  # fmt: skip
     """`attach` with a session of another kind."""
     hint = "call planner.attach(model, optimizer, plan)"  # what a script gives, the same on every rank
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {hint}")
     if optimizer is not None and not callable(getattr(optimizer, "step", None)):
         raise InputError(f"optimizer: found a {type(optimizer).__name__}, expected a torch.optim.Optimizer; {hint}")
-    loaded: Plan | None = None
+    given: Plan | None = None
+    problem = plan.problem if isinstance(plan, PlanToMake) else None
     try:  # what is wrong on this rank is reported to all ranks, so that none waits for this one
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-        problem = check_attached(model, attached) or check_owner(model, optimizer)
-        problem = problem or check_optimizer(loaded, optimizer, dict(model.named_parameters()))
+        given = plan if isinstance(plan, Plan) else None if isinstance(plan, PlanToMake) else load_plan(plan)
     except InputError as error:
         problem = str(error)
-    scale: object = loss_scale  # of any type, where callers are not checked
-    if problem is None and scale is not None and not callable(scale):
-        problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
-    predicted_us = loaded.predicted.iteration_us if loaded and loaded.predicted else 0.0
-    world = World.join(process_group, *deadlines(timeout_s, process_group, STEPS_PER_DEADLINE * predicted_us / 1e6))
+    predicted_us = given.predicted.iteration_us if given and given.predicted else 0.0
+    group, timeout_s = options.process_group, options.timeout_s
+    world = World.join(group, *deadlines(timeout_s, group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
-        if problem is None and broadcast_buffers and world.ranks > 1:
-            problem = check_buffers(model)
-        plan = _agree(world, model, loaded, problem, mesh, _form_of(model, broadcast_buffers) if sync else "")
+        facts, found = check_attach(model, optimizer, given, options, world, attached)
+        everyone = compare_ranks(world, model, facts, given, problem or found, options)
+        if given is None:
+            assert isinstance(plan, PlanToMake)  # else its file was refused
+            given = plan.make(world, facts, everyone)
+            if problem := check_plan(facts.parameters, given, world.ranks) or check_backend(given, world, facts.device):
+                raise PlanMismatch(problem)
+        adapted = adapt(given, world, facts.parameters)
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
-            warn_of_selection(plan, inner_optimizer(optimizer))
-        if drift and world.rank == 0:
-            warn_of_torch(plan)
-        if sync:
-            followed = exchanged_buffers(model) if broadcast_buffers else []
+            warn_of_selection(adapted, inner_optimizer(optimizer))
+        if options.drift and world.rank == 0:
+            warn_of_torch(adapted)
+        if options.sync:
+            followed = exchanged_buffers(model) if options.broadcast_buffers else []
             world.broadcast([*exchanged_parameters(model), *followed])
-        return kind(
-            model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift, loss_scale=loss_scale,
-            guard=guard,
-        )  # fmt: skip
+        return kind(model, optimizer, adapted, world, options, facts.parameters)
     except BaseException:
         world.leave()
         raise
 
 
-def _form_of(model: nn.Module, buffers: bool) -> str:
-    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint; `buffers`: if those do."""
-    ignored, others = ignored_ids(model), model.named_buffers() if buffers else ()
-    named = [(n, t) for n, t in chain(model.named_parameters(), others) if id(t) not in ignored]
-    if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for _, tensor in named):
-        return ""  # refused by name
-    return fingerprint((canonical_name(name), tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named)
-
-
-def _agree(
-    world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None, followed: str
-) -> Plan:
-    """Compare plans, models and problems of all ranks, and the `followed` fingerprint of what rank 0 gives them; return
-    the plan as it is executed on their nodes.
-    """
-    digest, print_ = "", ""
-    parameters: tuple[str, ...] = ()
+def compare_ranks(
+    world: World, model: nn.Module, facts: ModelFacts, plan: Plan | None, problem: str | None, options: AttachOptions
+) -> list[RankInfo]:
+    """Compare plans, models, and what is wrong on each rank; return what every rank is, and note their nodes."""
     where: NodeInfo | None = None
     try:
-        where = node_info(world.group, mesh)
-        if plan is not None and problem is None:
-            problem = asked_modes(plan)[0].attach_reason or check_model(model)
-            parameters_of = trainable_parameters(model)
-            problem = problem or check_plan(parameters_of, plan, world.ranks)
-            problem = problem or check_backend(plan, world, next(iter(parameters_of.values())).device)
-        if plan is not None and problem is None:
-            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
+        where = node_info(world.group, options.mesh)
     except InputError as error:
         problem = str(error)
-    devices = sorted({parameter.device.type for parameter in exchanged_parameters(model)})
+    digest, print_, parameters = "", "", tuple[str, ...]()
+    if problem is None:
+        print_ = facts.fingerprint
+        digest, parameters = ("", tuple(facts.parameters)) if plan is None else (plan.digest(), plan.gradients)
+    followed = form_of_followed(model, buffers=options.broadcast_buffers) if options.sync else ""
     mine = RankInfo(
-        __version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where,
+        __version__, torch.__version__, digest, print_, parameters, device_kinds(model), problem, where=where,
         followed=followed,
     )  # fmt: skip
     everyone = agree(world, mine)
-    assert plan is not None
     world.topology = find_topology([one.where for one in everyone if one.where is not None])
-    if problem := check_topology(plan, world.topology):
-        raise PlanMismatch(problem)
-    return adapt(plan, world, trainable_parameters(model))
+    return everyone

@@ -7,8 +7,8 @@ from typing import Any
 
 from runtime.comm.world import World
 from runtime.core.exchange import Exchange
-from runtime.modes import Mode
-from runtime.monitor.clock import Clock
+from runtime.core.options import AttachOptions
+from runtime.modes.base import Mode
 from runtime.monitor.drift import DriftGuard
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.trial import Trial
@@ -20,13 +20,10 @@ from runtime.sparse.samples import Sampled
 class Monitor:
     """`recorder` has the marks, `drift` and `trial` their last verdicts; see `runtime.monitor`."""
 
-    def __init__(self, plan: Plan, world: World, clock: Clock, *, drift: bool, guard: bool) -> None:
-        """`drift`: warn where steps become longer than predicted. `guard`: try a plan that sends a part of the
-        gradients against the exact one beside it, and sample what its buckets leave behind.
-        """
-        self._world, self._clock, self._warns, self._guarded = world, clock, drift, guard
-        self.recorder = Recorder(clock, len(plan.buckets), len(plan.gradients))
-        self.drift = DriftGuard(world.rank, clock)
+    def __init__(self, plan: Plan, world: World, recorder: Recorder, options: AttachOptions) -> None:
+        """Of the options, `drift` and `guard` count; see `runtime.attach`."""
+        self._world, self.recorder, self._warns, self._guarded = world, recorder, options.drift, options.guard
+        self.drift = DriftGuard(world.rank, recorder.clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
         self.trial: Trial | None = None
         """Tries a plan against the exact one beside it, if any; `trial.verdict` is what came out."""
@@ -39,7 +36,7 @@ class Monitor:
         """Try a plan that the user has given, where it has an exact one beside it."""
         sends_less = plan.accuracy != "exact" and plan.delay is None
         tried = self._guarded and sends_less and plan.fallback is not None and self._world.ranks > 1
-        self.trial = Trial(plan, self._world, self._clock) if tried else None
+        self.trial = Trial(plan, self._world, self.recorder) if tried else None
 
     def begin(self, mode: Mode, exchange: Exchange) -> None:
         """Record steps anew: another exchange is in place."""
@@ -49,7 +46,7 @@ class Monitor:
 
     def _watch(self, exchange: Exchange) -> None:
         watched = exchange.carried.watched() if self._guarded else []
-        self._guard = Guard(watched, self._world, self._clock) if watched else None
+        self._guard = Guard(watched, self._world, self.recorder.clock) if watched else None
 
     def judge(self, mode: Mode, exchange: Exchange, step: int) -> Plan | None:
         """Return the plan that the last steps speak for, alike on all ranks, which may meet here; None: the present

@@ -16,6 +16,7 @@ from runtime.comm.world import World
 from runtime.monitor.clock import Clock
 from runtime.monitor.drift import complete, measured_times, predicted_times
 from runtime.monitor.recorder import Recorder, StepMarks
+from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import ModelReference, Plan
@@ -23,7 +24,6 @@ from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
-from runtime.sharded.step import LateGather, StepReport
 from runtime.sparse.samples import Sampled
 
 MIN_STEPS = 5
@@ -181,7 +181,7 @@ class Report:
             )
             start_us = end_us
 
-    def _late_gather(self, gather: LateGather) -> Span:
+    def _late_gather(self, gather: GatherReport) -> Span:
         """One of the step before, launched when that ended."""
         start_us, end_us = (max(0.0, time_us - self.script_us) for time_us in (gather.start_us, gather.end_us))
         which = f"bucket{'s' if gather.buckets[1:] else ''} {', '.join(map(str, gather.buckets))}"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checks.backend import check_backend
+from runtime.checks.modes import make_mode
 from runtime.checks.optimizer import check_optimizer, warn_of_selection
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
-from runtime.checks.topology import adapt, check_topology
+from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
 from runtime.comm.communicator import CommTiming, Communicator
 from runtime.comm.phased_communicator import make_phased_communicator
@@ -30,10 +31,12 @@ from runtime.core.closures import LossAveraging
 from runtime.core.exchange import Exchange
 from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
+from runtime.core.options import AttachOptions
 from runtime.core.watch import ModelWatch
 from runtime.errors import FallbackWarning, InputError
-from runtime.modes import Mode, make_mode
+from runtime.modes.base import Mode
 from runtime.monitor.clock import make_clock
+from runtime.monitor.recorder import Recorder
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.plan import Plan, load_plan
@@ -71,7 +74,7 @@ class Director(Protocol):
 
 
 class Session:
-    """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.Host`."""
+    """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.base.Host`."""
 
     director: Director | None = None
     """Who may change the plan between steps, beside `switch`; a switch that waits comes first."""
@@ -82,55 +85,52 @@ class Session:
         optimizer: torch.optim.Optimizer | None,
         plan: Plan,
         world: World,
-        *,
-        broadcast_buffers: bool = True,
-        communicate: bool = True,
-        drift: bool = False,
-        loss_scale: Callable[[], float] | None = None,
-        guard: bool = False,
+        options: AttachOptions,
+        parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
-        self.model, self.world = model, world
+        """Use `attach`. `parameters` are those that ranks train together, by canonical name."""
+        self.model, self.world, self.options = model, world, options
         self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
-        self.communicates, self.loss_scale, self.guarded = communicate, loss_scale, guard
-        self._broadcast_buffers, self._drift = broadcast_buffers, drift
         self.step = 0
         """How many steps have been exchanged, which is the number of the next one."""
-        self._pending: tuple[int, Mode, Exchange] | None = None
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
-        # Behind `aside` those that have been frozen meanwhile are in the plan, too.
-        self.parameters = trainable_parameters(model, vars(self).get("parameters", {}).values())
+        self.parameters = dict(trainable_parameters(model) if parameters is None else parameters)
         self.device = next(iter(self.parameters.values())).device
-        watch = ModelWatch(model, self.parameters, lambda names: self.thawed(names))
-        self._backward = BackwardTracker(model, watch, lambda: self.exchange, self._step_done)
         leave_uncompiled()
         if self.device.type == "cpu":
             torch.empty(FREED_BYTES, dtype=torch.uint8)
-        clock = make_clock(self.device)
-        self.monitor = Monitor(plan, world, clock, drift=drift, guard=guard)
-        self.recorder = self.monitor.recorder
+        self.recorder = Recorder(make_clock(self.device), len(plan.buckets), len(plan.gradients))
+        self._start(plan)
+
+    def _start(self, plan: Plan) -> None:
+        """Begin to train by a plan: lay out its buckets, and hook the model and its optimizer."""
+        model, world, options = self.model, self.world, self.options
+        self._pending: tuple[int, Mode, Exchange] | None = None
+        watch = ModelWatch(model, self.parameters, lambda names: self.thawed(names))
+        self._backward = BackwardTracker(model, watch, lambda: self.exchange, self._step_done)
+        self.monitor = Monitor(plan, world, self.recorder, options)
         self._grid: Grid | None = None
         self._handles: list[Any] = []
         self.modes = [make_mode(plan, self)]
         """The present one at last; before it those that have ended and have something left to do."""
         self.exchange: Exchange = self.mode.make_exchange()
         self._connect(self.exchange)
-        updated = self.optimizer if communicate else None
-        self._norms = PlannedNorms(updated, self.parameters, world, clock)
+        updated = self.optimizer if options.communicate else None
+        self._norms = PlannedNorms(updated, self.parameters, world, self.recorder.clock)
         self._norms.follow(plan)
         if updated is not None and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
         self._buffers: BufferSync | None = None
-        if broadcast_buffers:
+        if options.broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
             self._buffers = BufferSync(world, model, self.device, synchronizing, own)
             self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
         self._handles += self.recorder.observe(model, self.optimizer)
-        if communicate:
+        if options.communicate:
             self._handles += LossAveraging(world, self.device).install(self.optimizer)
         self._backward.install_exchange(self.exchange)
         self._handles += self._backward.install()
@@ -162,31 +162,34 @@ class Session:
         return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
 
     def synced_buffers(self) -> list[Tensor]:
-        return exchanged_buffers(self.model) if self._broadcast_buffers else []
+        return exchanged_buffers(self.model) if self.options.broadcast_buffers else []
 
     def _connect(self, exchange: Exchange) -> None:
         """Give an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""
-        if not self.communicates or self.world.group is None or not has_phases(exchange.plan):
+        if not self.options.communicate or self.world.group is None or not has_phases(exchange.plan):
             return
         self._grid = self._grid or Grid.make(self.world, self.topology)
         exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self.device)
 
     def _before_forward(self, *_: Any) -> None:
-        self.mode.before_forward()
+        self.mode.hooks.before_forward()
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         for mode in self.modes:
-            mode.begin_step()
+            if optimizer is self.optimizer:
+                mode.hooks.begin_step()
+            else:
+                mode.hooks.begin_other_step(optimizer)
 
     def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         replaced = None
         for mode in self.modes:
-            replaced = mode.before_step(arguments, keywords) or replaced
+            replaced = mode.hooks.before_step(arguments, keywords) or replaced
         return replaced
 
     def _after_update(self, *_: Any) -> None:
         for mode in self.modes:
-            mode.after_step()
+            mode.hooks.after_step()
 
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
@@ -292,7 +295,7 @@ class Session:
         has all. Any rank may call it, at any time; on a GPU the current stream waits. Raises CommunicationError where a
         rank did not come within the deadline.
         """
-        self.mode.wait_for_weights()
+        self.mode.hooks.wait_for_weights()
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """Switch to another plan on all ranks at one step; no step, gradient or update is lost.
@@ -355,7 +358,7 @@ class Session:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
         self.exchange.launcher.communicator.wait()
-        self.mode.wait_for_weights()
+        self.mode.hooks.wait_for_weights()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[tuple[Mode, Exchange] | None, str | None]:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""
@@ -365,7 +368,6 @@ class Session:
                 check_plan(self.parameters, loaded, self.world.ranks)
                 or check_optimizer(loaded, self._given, self.parameters)
                 or check_switch(loaded, at_step, self.step)
-                or check_topology(loaded, self.world.topology)
                 or check_backend(loaded, self.world, self.device)
             )
             if problem:
@@ -472,18 +474,18 @@ class Session:
                 f"{what}: session.switch waits for step {self._pending[0]}; expected a session without: call it after "
                 f"that step"
             )
-        state, step = self.state_dict(), self.step
+        state = self.state_dict()
         self.detach(leave=False)
         self._elsewhere = no_sync
         try:
             yield
         finally:
-            Session.__init__(
-                self, self.model, self._given, self.plan, self.world, broadcast_buffers=self._broadcast_buffers,
-                communicate=self.communicates, drift=self._drift, loss_scale=self.loss_scale, guard=self.guarded,
-            )  # fmt: skip
+            self._elsewhere = None
+            # Those that have been frozen meanwhile are in the plan, too.
+            self._set_parameters(trainable_parameters(self.model, self.parameters.values()))
+            self._start(self.plan)
             self.load_state_dict(state)
-            self.step, self.monitor.tried = step, state.get("tried")
+            self.monitor.tried = state.get("tried")
 
     def exchange_alone(self) -> None:
         """Send every bucket once, as it is, with no backward beside it (for measuring)."""

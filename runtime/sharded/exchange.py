@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives.direct import push_pull
-from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher

@@ -30,19 +30,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives.direct import push_pull
 from runtime.comm.collectives.exchange import all_gather
 from runtime.comm.collectives.phases import Works
-from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator
+from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.world import World
 from runtime.core.hooks import ModulePreHook
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
+from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.sharded.awaited import Awaiting, make_plain, wait_from_now
 from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.part import OwnPart
 from runtime.sharded.state import state_bytes
-from runtime.sharded.step import Home, LateGather, ShardedStep, StepReport
+from runtime.sharded.step import Home, ShardedStep
 from runtime.torch_compat import is_in_compiled_code, runs_without_python, storage_uses
 
 HOST_PACKED_BYTES = 2**20
@@ -300,7 +302,7 @@ class LateStep(ShardedStep):
             gather_us=statistics.median(between(marks.begun, marks.done) for marks in steps),
             gathers_us=(),
             late=tuple(
-                LateGather(buckets=gather.buckets, start_us=start_us, end_us=end_us)
+                GatherReport(buckets=gather.buckets, start_us=start_us, end_us=end_us)
                 for gather, (start_us, end_us) in zip(self._gathers, spans, strict=True)
             ),
             waited_us=statistics.median(sum(between(*wait) for wait in marks.waited) for marks in steps),

@@ -120,7 +120,4 @@ class CarriedUsage(GatheredUsage):
         """Return, after the message has come, the gradients that a rank did not use and for whose part of it something
         came. Waits for the device.
         """
-        return set((self._told[:, :-1] == self.CAME).any(dim=0).nonzero().flatten().tolist())
-
-    def used_somewhere(self) -> set[int]:
-        return set((self._told[:, :-1] == 1).any(dim=0).nonzero().flatten().tolist())
+        return self._reported(self.CAME)

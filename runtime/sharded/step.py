@@ -22,7 +22,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -33,8 +32,10 @@ from runtime.comm.world import World
 from runtime.core.buckets import Slot
 from runtime.core.closures import Closure, is_closure, with_closures
 from runtime.errors import InputError
+from runtime.modes.base import StepHooks
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
+from runtime.monitor.step_report import StepReport
 from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.gradient import ShardedGradient
 from runtime.sharded.optimizer_state import ShardedState
@@ -45,41 +46,7 @@ from runtime.torch_compat import OUTSIDE, current_backward_id, storage_uses
 NEVER = "`planner optimize` without --allow sharded-step"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LateGather:
-    """One gather beside the next forward: medians in microseconds from the end of the step that launched it."""
-
-    buckets: tuple[int, ...]
-    start_us: float
-    end_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """The shared step of one rank: medians in microseconds, beside what the plan predicts."""
-
-    gather_us: float
-    """All-gathers of weights, a part of the update."""
-    gathers_us: tuple[float, ...]
-    late: tuple[LateGather, ...] = ()
-    """Those beside the next forward, a part of no update."""
-    waited_us: float = 0.0
-    """How long that forward, or whoever came first, waited for them."""
-    predicted_gather_us: float | None
-    state_bytes: int
-    """What this rank keeps of the optimizer's state."""
-
-    def __str__(self) -> str:
-        predicted = "" if self.predicted_gather_us is None else f", predicted {self.predicted_gather_us / 1e3:.2f}"
-        taken_us = self.gather_us + sum(one.end_us - one.start_us for one in self.late)
-        waited = f" beside the next forward, which waited {self.waited_us / 1e3:.2f} ms" if self.late else ""
-        return (
-            f"step shared by ranks: weights gathered in {taken_us / 1e3:.2f}{predicted} ms{waited}, "
-            f"{self.state_bytes / 2**20:.1f} MiB of the optimizer's state here"
-        )
-
-
-class ShardedStep:
+class ShardedStep(StepHooks):
     """The step of one session's optimizer while ranks share it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock) -> None:
@@ -112,12 +79,6 @@ class ShardedStep:
         self._handle = optimizer.register_state_dict_pre_hook(self._refuse_part)
 
     # One step, in the order in which it happens.
-
-    def before_forward(self) -> None:
-        """A forward of the model begins."""
-
-    def wait_for_weights(self) -> None:
-        """Return when this rank has all ranks' weights."""
 
     def _guarded_step(self) -> Any:
         """Return the optimizer's step, after which no piece stands in for a parameter."""

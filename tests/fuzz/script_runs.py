@@ -19,8 +19,8 @@ from scripts import RULES, SHARED, Action, Script
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
+from runtime.delay.delayed import Delayed
 from runtime.errors import CommunicationError
-from runtime.modes import Delayed
 
 
 class Misfit(Exception):

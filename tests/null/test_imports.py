@@ -162,8 +162,9 @@ ORDER = {
         "cli", "__main__", "__init__",
     ),
     "runtime": (
-        "errors", "version", "pages", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay",
-        "sharded", "optimizers", "modes", "checks", "fully_sharded", "session", "datacache", "local_async", "__init__",
+        "errors", "version", "pages", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse",
+        "optimizers", "modes", "delay", "sharded", "checks", "fully_sharded", "session", "datacache", "local_async",
+        "__init__",
     ),
 }  # fmt: skip
 """Folders and modules at the top of each package, lowest first: imports go down this list only."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import runtime
 from planner.jobs.training import Trainer, build, weights_sha256
 from runtime.delay import staleness
-from runtime.modes import Delayed
+from runtime.delay.delayed import Delayed
 from runtime.monitor import pace
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket
 from runtime.session.session import Session

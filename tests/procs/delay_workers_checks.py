@@ -18,7 +18,7 @@ from delay_reference import Lossy, Sgd
 from step_checks import raised
 from torch import Tensor, nn
 
-from runtime.modes import Delayed
+from runtime.delay.delayed import Delayed
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket, PlanWorld
 from runtime.session.session import Session
 from runtime.sparse import guard, samples

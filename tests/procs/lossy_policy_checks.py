@@ -103,10 +103,9 @@ def tried_once() -> dict[str, bool]:
     return results
 
 
-def turned(judge: Callable[[Any], Verdict]) -> Callable[[Any], Verdict]:
+def turned(judge: Callable[[Any], Verdict | None]) -> Callable[[Any], Verdict | None]:
     """As if the plans had been as fast as the other one."""
-    swap = {"lossy": "exact", "exact": "lossy"}
-    return lambda ranks: judge([{swap[name]: times for name, times in rank.items()} for rank in ranks])
+    return lambda rounds: judge([(exact, lossy) for lossy, exact in rounds])
 
 
 class Opposed(nn.Module):

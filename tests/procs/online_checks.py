@@ -9,7 +9,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.emit.lower import lower
 from planner.model.problem import make_problem
-from planner.online import pilot
+from planner.online import candidates, measuring, pilot, trials
 from planner.online.attach import PlannedSession
 from planner.online.cache import Cache, Key, Remembered
 from runtime.checks.plan import model_fingerprint
@@ -81,7 +81,11 @@ def hurried(good: bool | None = True, **changes: Any) -> Iterator[Path]:
     values["FAR_OFF"] = 1e9  # what is given predicts nothing
     values |= {} if good is None else {"judge": always(good)}
     environment = {"PLANNER_CACHE": str(Path(folder[0]) / f"rank{dist.get_rank()}")}
-    with mock.patch.multiple(pilot, **(values | changes)), mock.patch.dict(os.environ, environment):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        for name, value in (values | changes).items():
+            module = next(one for one in (pilot, candidates, trials, measuring) if hasattr(one, name))
+            stack.enter_context(mock.patch.object(module, name, value))
         yield Path(environment["PLANNER_CACHE"])
 
 
@@ -178,7 +182,7 @@ ENDS = ("the run goes on with", "it is the present one")
 
 def decided_for_real() -> dict[str, bool]:
     """By the process, with its real trial; how it ends is the machine's affair. Steps have two micro-batches."""
-    with hurried(None, Decision=pilot.Decision, WORTH_TRYING=-1e9, MOST_TRIALS=2, POLL_S=0.02) as folder:
+    with hurried(None, Decision=candidates.Decision, WORTH_TRYING=-1e9, MOST_TRIALS=2, POLL_S=0.02) as folder:
         side = online(model())
         session = session_of(side)
         for step in range(20_000):
@@ -411,7 +415,7 @@ def slowed_link() -> dict[str, bool]:
     expected = outcome(reference)
     reference.close()
     results: dict[str, bool] = {}
-    with linked() as link, hurried(None, Decision=pilot.Decision, POLL_S=0.02, MOST_TRIALS=2) as folder:
+    with linked() as link, hurried(None, Decision=candidates.Decision, POLL_S=0.02, MOST_TRIALS=2) as folder:
         net = model()
         problem = make_problem(profile_of(net))
         plan = lower(problem, make_schedule(problem, "wfbp"))

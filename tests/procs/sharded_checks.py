@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from findings import alike
 from interplay_interface_checks import profile_of
 from session_checks import plan_of
 from step_checks import Branches, raised
@@ -78,16 +79,15 @@ def made(
     return model, optimizer, runtime.attach(model, optimizer, plan, timeout_s=60)
 
 
-def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool | str:
     """Bit for bit with two ranks, whose sums have one order; else as near as another order brings float64."""
     exact = not dist.is_initialized() or dist.get_world_size() <= 2
-    return all(
-        torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-9, atol=1e-11)
-        for a, b in zip(one, other, strict=True)
-    )
+    return alike(one, other) if exact else alike(one, other, rtol=1e-9, atol=1e-11)
 
 
-def both(step: Callable[[nn.Module, Optimizer, Any, int], None], make: Any = None, steps: int = 3, **of: Any) -> bool:
+def both(
+    step: Callable[[nn.Module, Optimizer, Any, int], None], make: Any = None, steps: int = 3, **of: Any
+) -> bool | str:
     """Whether a run with this step ends with the same weights, shared and not; and whether ranks agree on them."""
     models = []
     for shared in (True, False):

@@ -298,7 +298,7 @@ def checkpoints() -> dict[str, bool]:
         optimizer.load_state_dict(saved[1])
         taught(model, optimizer, range(4, 8))
         session.detach()
-        results[what] = same(model.parameters(), straight.parameters()) is (what != "none")
+        results[what] = bool(same(model.parameters(), straight.parameters())) is (what != "none")
     other = everyone[dist.get_rank() - 1] | {"rank": dist.get_rank(), "carried": {}}
     for what, plan, state, words in (
         ("another rank's", plan_in(model, 3, spec, ROUNDED), other, "weights in float32 that this rank has of"),

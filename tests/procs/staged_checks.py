@@ -29,7 +29,7 @@ MAKERS = ("runtime.modes.base", "runtime.sharded.exchange", "runtime.delay.nodes
 
 
 def make(world: World, collectives: Any, device: torch.device, whole: World | None = None, **_: Any) -> Any:
-    """In the place of `runtime.comm.communicator.make_communicator`."""
+    """In the place of `runtime.comm.by_device.make_communicator`."""
     if world.group is None:
         return NullCommunicator()
     return StagedCommunicator(world, collectives, HostLane(), HostLane(), whole)

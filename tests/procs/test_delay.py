@@ -12,6 +12,7 @@ import delay_workers_checks
 import pytest
 import torch
 from asked import asked_for
+from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -50,7 +51,7 @@ def test_on_four_ranks(four_ranks: Results, with_four: str) -> None:
 def all_hold(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank
 
 
 def _run(folder: Path, **environment: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from findings import wrong
 from started import PATHS, started
 
 from planner.integrations import check_version
@@ -62,7 +63,7 @@ def test_scripts_of_accelerate_come_out_as_with_ddp(pair: list[dict[str, Any]], 
     """`synchronized` has its calls around steps, `accelerate` its checkpoints, also where the step is sharded."""
     for rank, results in enumerate(pair):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank
 
 
 @pytest.mark.long
@@ -75,7 +76,7 @@ def test_runs_of_lightning_and_transformers_go_on_from_their_checkpoints_as_with
     for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), framework_checks.run, str(tmp_path))):
         for framework, found in results.items():
             assert found
-            assert not [what for what, good in found.items() if good is not True], (rank, framework)
+            assert wrong(found) == {}, (rank, framework)
 
 
 def test_what_has_no_counterpart_is_refused_on_all_ranks_alike(pair: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import late_checks
 import pytest
+from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -22,7 +23,7 @@ def ranks(request: pytest.FixtureRequest) -> Results:
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank
 
 
 def test_weights_that_do_not_come_are_refused_and_never_old(ranks: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lossy_policy_checks
 import pytest
+from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -20,4 +21,4 @@ def ranks(request: pytest.FixtureRequest) -> Results:
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank

@@ -7,6 +7,7 @@ from pathlib import Path
 import online_checks
 import pytest
 from asked import asked_for
+from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -21,7 +22,7 @@ def pair(request: pytest.FixtureRequest) -> list[dict[str, dict[str, bool]]]:
 def test_a_run_without_a_plan(pair: list[dict[str, dict[str, bool]]], check: str) -> None:
     for rank, results in enumerate(pair):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -30,5 +31,5 @@ def test_two_ranks_begin_with_what_three_measured(tmp_path: Path, good: bool) ->
     for ranks, measured_on, kept in ((3, None, True), (2, 3, good)):
         found = run_ranks(LocalWorld(ranks=ranks), online_checks.other_ranks, folder, measured_on, kept)
         for rank, results in enumerate(found):
-            assert not [what for what, right in results.items() if right is not True], (ranks, rank)
+            assert wrong(results) == {}, (ranks, rank)
     assert len(list((tmp_path / "cache").glob("*.json"))) == 2

@@ -9,6 +9,7 @@ import pytest
 import sharded_checks
 import sharded_refusals
 import torch
+from findings import wrong
 
 import runtime
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -30,7 +31,7 @@ def ranks(request: pytest.FixtureRequest) -> Results:
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True and what != "taken"], rank
+        assert wrong(results[check], {"taken"}) == {}, rank
 
 
 def test_one_rank_goes_on_alone_with_what_several_have_saved(ranks: Results) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import switch_checks
+from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -22,7 +23,7 @@ def hold(pair: list[dict[str, Any]], check: str) -> None:
     """All that the check found has to hold, on every rank."""
     for rank, results in enumerate(pair):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank
 
 
 @pytest.mark.parametrize("check", switch_checks.CHECKS)

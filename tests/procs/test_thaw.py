@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import thaw_checks
 from asked import asked_for
+from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -21,4 +22,4 @@ def pair(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
 def test_what_trains_later(pair: list[dict[str, dict[str, Any]]], check: str) -> None:
     for rank, results in enumerate(pair):
         assert results[check]
-        assert not [what for what, good in results[check].items() if good is not True], rank
+        assert wrong(results[check]) == {}, rank

@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from runtime.comm.topology import Topology
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.delay.server import Server, rates_of
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 
 USED = torch.ones(20, dtype=torch.bool)
+
+ALONE = Topology.of_one_rank_each(1)
 
 
 def parameters_of(shapes: list[tuple[int, ...]]) -> dict[str, nn.Parameter]:
@@ -35,7 +38,7 @@ def servers(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimize
             BucketBuffer(index, part, lay_out(part), "a bucket")
             for index, part in enumerate(filter(None, (slots[:half], slots[half:])))
         ]
-        found.append(Server(buckets, optimizer, rank, ranks))
+        found.append(Server(buckets, optimizer, rank, Topology.of_one_rank_each(ranks)))
     return found
 
 
@@ -120,7 +123,7 @@ def test_a_residual_comes_where_no_rank_uses_the_parameter() -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=1.0, momentum=0.5)
     slot = Slot("p0", 0, parameters["p0"])
     half = CompressorSpec(name="topk", selector="exact", density=0.5)
-    server = Server([BucketBuffer(0, [slot], lay_out([slot]), "a bucket")], optimizer, 0, 1, compressors=[half])
+    server = Server([BucketBuffer(0, [slot], lay_out([slot]), "a bucket")], optimizer, 0, ALONE, [half])
     seen = []
     for used, gradient in ((True, [4.0, 3.0, 2.0, 1.0]), (False, [0.0] * 4), (False, [0.0] * 4)):
         exchange([server], [{"p0": torch.tensor(gradient)}])
@@ -134,7 +137,7 @@ def test_a_residual_goes_along_when_a_bucket_is_pushed_otherwise() -> None:
     slot = Slot("p0", 0, parameters["p0"])
     narrow, wide = (CompressorSpec(name="wire", dtype=dtype) for dtype in ("float8_e4m3fn", "bfloat16"))
     optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
-    server = Server([BucketBuffer(0, [slot], lay_out([slot]), "a bucket")], optimizer, 0, 1, compressors=[narrow])
+    server = Server([BucketBuffer(0, [slot], lay_out([slot]), "a bucket")], optimizer, 0, ALONE, [narrow])
     [[shard]], given, seen = server.shards, torch.tensor([100.0, 17.0, 1025.0, 3001.0]), torch.zeros(4)
     for step, compressor in enumerate((narrow, wide, wide, NO_COMPRESSION), 1):
         exchange([server], [{"p0": given}])

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.checks.modes import MODES, asked_modes, make_mode
 from runtime.checks.optimizer import check_optimizer
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.comm.world import World
-from runtime.modes import MODES, Mode, Sharded, Synchronous, asked_modes, make_mode
+from runtime.core.options import AttachOptions
+from runtime.modes.base import Mode, Synchronous
 from runtime.monitor.clock import WallClock
 from runtime.monitor.recorder import Recorder
 from runtime.plan import (
@@ -30,6 +32,7 @@ from runtime.plan import (
     UpdatePlan,
 )
 from runtime.plan.combinations import ALSO_EXECUTED, COMBINATIONS, FEATURES, reason_against
+from runtime.sharded.sharded import LateGather
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 PARAMETERS = trainable_parameters(MODEL)
@@ -62,8 +65,8 @@ ALL = (*MODES, Synchronous)
 LATE_GATHER: dict[str, Any] = {
     "interface": ("late-gather",), "updates": UpdatePlan(step=StepPlan(sharded=True, gather="forward", gathers=((0,),)))
 }  # fmt: skip
-WAYS = [*((mode, ASKS[mode.name]) for mode in ALL), (Sharded, LATE_GATHER)]
-"""Every mode, and what of a plan asks for it; again where a mode goes about it in several ways."""
+WAYS = [(mode, LATE_GATHER if mode is LateGather else ASKS[mode.name]) for mode in ALL]
+"""Every mode, and what of a plan asks for it."""
 
 
 def plan_of(asks: dict[str, Any], feature: str | None = None) -> Plan:
@@ -77,7 +80,8 @@ def plan_of(asks: dict[str, Any], feature: str | None = None) -> Plan:
 
 
 def test_modes_are_those_of_the_table() -> None:
-    assert [mode.name for mode in ALL if mode is not Synchronous] == [n for n in COMBINATIONS if n != "synchronous"]
+    names = dict.fromkeys(mode.name for mode in ALL if mode is not Synchronous)
+    assert list(names) == [n for n in COMBINATIONS if n != "synchronous"]
     assert set(COMBINATIONS) == set(ASKS)
     assert set(FEATURES) - PLANNING_ALONE == set(HAS)
     for name, features in ALSO_EXECUTED.items():
@@ -90,7 +94,7 @@ def test_a_plan_asks_for_one_mode(mode: type[Mode], asks: dict[str, Any]) -> Non
     assert check_plan(PARAMETERS, plan_of(asks), 2) is None
 
 
-@pytest.mark.parametrize(("one", "other"), list(combinations(MODES, 2)))
+@pytest.mark.parametrize(("one", "other"), [pair for pair in combinations(MODES, 2) if pair[0].name != pair[1].name])
 def test_two_modes_are_refused(one: type[Mode], other: type[Mode]) -> None:
     problem = check_plan(PARAMETERS, replace(PLAN, **ASKS[one.name], **ASKS[other.name]), 2)
     assert problem is not None
@@ -163,7 +167,7 @@ def test_switches_are_refused_in_words(mode: type[Mode], asks: dict[str, Any]) -
 @pytest.mark.parametrize("asks", [asks for _, asks in WAYS])
 def test_a_rank_alone_trains_synchronously_and_keeps_its_plan(asks: dict[str, Any]) -> None:
     host = SimpleNamespace(
-        world=World(), communicates=True, parameters=PARAMETERS, device=torch.device("cpu"), loss_scale=None,
+        world=World(), options=AttachOptions(), parameters=PARAMETERS, device=torch.device("cpu"),
         recorder=Recorder(WallClock(), 1, len(NAMES)),
     )  # fmt: skip
     made = make_mode(plan_of(asks), host)  # type: ignore[arg-type]

@@ -16,9 +16,7 @@ Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 
 from __future__ import annotations
 
-import functools
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,20 +25,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.comm.topology import Topology
 from runtime.comm.world import first_line
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.delay.checkpoint import buckets_of, check_state, clones, copy_all, own_state
+from runtime.delay.checkpoint import VERSION, buckets_of, check_state, clones, copy_all, own_state
 from runtime.delay.exchange import Pushes, PushResiduals
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.delay.staleness import NO_DISTANCE, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
-from runtime.modes.base import Host, Mode
+from runtime.modes.base import Host, Mode, StepHooks
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
 from runtime.plan import HINT, NO_COMPRESSION, Plan
@@ -54,7 +51,7 @@ SGD_ONLY = ("dampening", "maximize", "differentiable", "fused")
 place here is not."""
 
 
-class Delayed(Mode):
+class Delayed(Mode, StepHooks):
     """The stages of one session's run."""
 
     name = DELAY
@@ -161,7 +158,7 @@ class Delayed(Mode):
         self.staleness, self.pace = Staleness(), Pace(host.recorder.clock, self.steps)
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._device = next(iter(self._parameters.values())).device
-        self._loss_scale = host.loss_scale or (lambda: 1.0)
+        self._loss_scale = host.options.loss_scale or (lambda: 1.0)
         self.workers = workers_of(plan, host.world)
         self._groups_of_nodes = NodeGroups.make(host.world, self.workers) if self.workers.ranks_per_node > 1 else None
         self._world = host.world
@@ -191,10 +188,8 @@ class Delayed(Mode):
 
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: without warm-up, ranks are delayed from the first step on."""
-        _watch_all_steps()
-        _delays.add(self)
         if self.spec.warmup_steps == 0:
-            if self.host.guarded and self._world.rank == 0:
+            if self.host.options.guard and self._world.rank == 0:
                 warnings.warn(
                     "the delay begins without synchronous steps, in which weights change most: it may cost accuracy; "
                     "give the plan's delay warmup_steps, such as the 500 of the paper",
@@ -210,9 +205,13 @@ class Delayed(Mode):
 
     # What would leave ranks alone.
 
-    def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def hooks(self) -> StepHooks:
+        return self
+
+    def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for a step of another optimizer than the attached one with this model's parameters."""
-        if optimizer is self._optimizer or self.stage == "synchronous":
+        if self.stage == "synchronous":
             return
         held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         name = next((self._names[one] for one in held if one in self._names), None)
@@ -279,7 +278,7 @@ class Delayed(Mode):
             parameter.grad = None
 
     def after_step(self) -> None:
-        """See `Mode.after_step`: this rank updates its own weights."""
+        """See `StepHooks.after_step`: this rank updates its own weights."""
         rates = rates_of(self._optimizer)
         if self._pushes is not None:
             self._update(rates)
@@ -318,12 +317,12 @@ class Delayed(Mode):
 
     def _pulls_at(self, step: int, reported: Tensor | None) -> bool:
         # What all ranks said decides how long the delay is from this step on.
-        if reported is not None and self.host.guarded:
+        if reported is not None and self.host.options.guard:
             self.steps = self.staleness.judge(reported[:, : len(NO_DISTANCE)], step, self.steps)
             self.steps *= self.pace.allows(reported[:, len(NO_DISTANCE) :])
             if self.steps:
                 self._lrs = deque(self._lrs, maxlen=self.steps)
-        if self._pushes is not None and self.host.guarded:
+        if self._pushes is not None and self.host.options.guard:
             self._pushes.pace = self.pace.delayed_step(self.steps)
         return self.steps > 0 and (step + 1) % self.steps == 0
 
@@ -358,7 +357,7 @@ class Delayed(Mode):
             pushes = Pushes(
                 self.plan, make_plain_buckets(self.plan, self.host.parameters), self.workers, communicator,
                 self.host.recorder, optimizer=self._optimizer, rank=self._world.rank,
-                rates=lambda: rates_of(self._optimizer), pulls_at=self._pulls_at, loss_scale=self._loss_scale,
+                pulls_at=self._pulls_at, loss_scale=self._loss_scale,
             )  # fmt: skip
             pushes.step = self.host.step
             self._own.begin()
@@ -427,7 +426,6 @@ class Delayed(Mode):
             yield
 
     def close(self) -> None:
-        _delays.discard(self)
         self._pushes = None
         if self._groups_of_nodes is not None:
             self._groups_of_nodes.leave()
@@ -443,9 +441,9 @@ class Delayed(Mode):
                 "state_dict: the session is detached; expected one with its weights: call it before detach"
             )
         state: dict[str, Any] = {
-            "spec": asdict(self.spec), "stage": self.stage, "step": self.host.step, "steps": self.steps,
-            "rates": list(self._lrs), "staleness": self.staleness.state(), "pace": self.pace.state(),
-            "workers": self.workers.num_nodes,
+            "version": VERSION, "spec": asdict(self.spec), "stage": self.stage, "step": self.host.step,
+            "steps": self.steps, "rates": list(self._lrs), "staleness": self.staleness.state(),
+            "pace": self.pace.state(), "workers": self.workers.num_nodes,
         }  # fmt: skip
         pushes = self._pushes
         if pushes is None:
@@ -460,8 +458,8 @@ class Delayed(Mode):
             "residuals": pushes.server.residuals(),
             "buckets": buckets_of(self.plan),
             "pulls": pulls,
-            "told": pushes.reported,
-            "words": pushes.distance,
+            "reported": pushes.reported,
+            "distance": pushes.distance,
             **self._own.state(self.host.synced_buffers()),
         }
         return {"rank": self.host.world.rank, "delay": state}
@@ -500,18 +498,4 @@ class Delayed(Mode):
         copy_all(self.host.synced_buffers(), state["buffers"])
         for step, pulled in state["pulls"]:
             pushes.put_back(step, pulled)
-        pushes.reported, pushes.distance = state["told"], state["words"]
-
-
-_delays: weakref.WeakSet[Delayed] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_all_steps() -> None:
-    """Once in a process, for good: torch goes through these hooks while a session may be collected."""
-
-    def before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for delay in _delays:
-            delay.refuse_other(optimizer)
-
-    register_optimizer_step_pre_hook(before_any_step)
+        pushes.reported, pushes.distance = state["reported"], state["distance"]

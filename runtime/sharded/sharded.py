@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import nn
 
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.modes.base import Host, Mode
+from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks
+from runtime.monitor.step_report import StepReport
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
 from runtime.plan import HINT, NO_COMPRESSION, Plan
 from runtime.plan.combinations import SHARDED
 from runtime.sharded.exchange import ReduceScatter, padded_length
 from runtime.sharded.late_gather import LateStep
-from runtime.sharded.step import NEVER, ShardedStep, StepReport, find_shared_memory
+from runtime.sharded.step import NEVER, ShardedStep, find_shared_memory
 
 
 class Sharded(Mode):
@@ -87,46 +88,31 @@ class Sharded(Mode):
         host = self.host
         length_of = partial(padded_length, host.world.ranks)
         buckets = make_plain_buckets(self.plan, host.parameters, length_of=length_of)
-        launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, host.loss_scale)
+        scale = host.options.loss_scale
+        launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, scale)
         return Exchange(self.plan, host.parameters, buckets, launcher, launcher.carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: each rank keeps its part of the optimizer's state."""
         assert isinstance(exchange.launcher, ReduceScatter)
         assert self.host.optimizer is not None  # else the plan has been refused
-        given = self.host.optimizer, exchange.launcher, self.host.world, self.host.recorder.clock
-        gathers = self.plan.gathers
-        self._step = ShardedStep(*given) if gathers is None else LateStep(*given, self.host.model, gathers)
+        self._step = self._make_step(self.host.optimizer, exchange.launcher)
 
-    def before_forward(self) -> None:
-        if self._step is not None:
-            self._step.before_forward()
+    def _make_step(self, optimizer: torch.optim.Optimizer, launcher: ReduceScatter) -> ShardedStep:
+        return ShardedStep(optimizer, launcher, self.host.world, self.host.recorder.clock)
 
-    def wait_for_weights(self) -> None:
-        if self._step is not None:
-            self._step.wait_for_weights()
-
-    def begin_step(self) -> None:
-        if self._step is not None:
-            self._step.begin_step()
-
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return None if self._step is None else self._step.before_step(arguments, keywords)
-
-    def after_step(self) -> None:
-        if self._step is not None:
-            self._step.after_step()
+    @property
+    def hooks(self) -> StepHooks:
+        return NO_HOOKS if self._step is None else self._step
 
     def report(self) -> StepReport | None:
         planned = self.plan.updates.step if self.plan.updates else None
         return None if self._step is None else self._step.report(planned.gather_us if planned else None)
 
-    @contextmanager
-    def global_weights(self) -> Iterator[None]:
+    def global_weights(self) -> AbstractContextManager[None]:
         """See `Mode.global_weights`: in float32, where they are rounded to be gathered."""
         assert self._step is not None
-        with self._step.global_weights():
-            yield
+        return self._step.global_weights()
 
     def state(self) -> dict[str, Any]:
         """See `Mode.state`: with this rank's part of the weights, where these are rounded to be gathered."""
@@ -151,3 +137,12 @@ class Sharded(Mode):
             step.end()
 
     close = end
+
+
+class LateGather(Sharded):
+    """A sharded step whose weights are all-gathered during the next forward."""
+
+    def _make_step(self, optimizer: torch.optim.Optimizer, launcher: ReduceScatter) -> ShardedStep:
+        assert self.plan.gathers is not None
+        world, clock = self.host.world, self.host.recorder.clock
+        return LateStep(optimizer, launcher, world, clock, self.host.model, self.plan.gathers)

@@ -1,0 +1,125 @@
+"""How a run without a plan begins: DDP's buckets, and what earlier runs left; rank 0's environment and cache count."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from planner.decide.sharded_step import check_allow
+from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
+from planner.online.ddp import ddp_plan
+from planner.profile.measuring import count_nodes
+from runtime.checks.attach import ModelFacts
+from runtime.comm.world import RankInfo, World
+from runtime.errors import CacheWarning, InputError
+from runtime.optimizers.kinds import inner_optimizer
+from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld
+from runtime.version import __version__
+
+Way = Literal["off", "report", "auto"]
+"""DDP's buckets and no more; measured and reported, never switched; all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a run begins; but for `cache` and `other` the same on every rank."""
+
+    way: Way
+    key: Key
+    plan: Plan
+    """DDP's buckets, in the reverse of the parameters' order."""
+    remembered: Remembered | None = None
+    """What an earlier run on rank 0's machine left."""
+    measured_on: int | None = None
+    """Number of ranks of the run whose measurements are scaled, where nothing is remembered for as many as these."""
+    cache: Cache | None = None
+    """Rank 0's; None elsewhere, and where it cannot be used."""
+    other: Remembered | None = None
+    """On rank 0, what the run on `measured_on` ranks left."""
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Opens runs of one model, when it is attached and when more of its parameters begin to train."""
+
+    model: nn.Module
+    optimizer: object
+    accuracy: Accuracy
+    allow: tuple[str, ...]
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with this rank's environment and arguments."""
+        try:
+            check_allow(self.allow)
+        except InputError as error:
+            return str(error)
+        if _way() not in get_args(Way):
+            return f"PLANNER: found {_way()!r}, expected one of: {', '.join(get_args(Way))}; or leave it out"
+        if self.accuracy != "exact":
+            return (
+                f"accuracy: found {self.accuracy!r} without a plan, expected exact: what riskier plans need is "
+                f"measured by `planner profile --for {self.accuracy}`; make a plan from that and attach it"
+            )
+        return None
+
+    def open(self, world: World, facts: ModelFacts, everyone: Sequence[RankInfo]) -> Opening:
+        """Return how the run begins; all ranks call this once they have agreed on the model."""
+        nodes = count_nodes([one.where.node for one in everyone if one.where is not None])
+        cpu = facts.device.type == "cpu"
+        key = Key(
+            model=facts.fingerprint, ranks=world.ranks, nodes=nodes, backend=world.backend,
+            device="cpu" if cpu else torch.cuda.get_device_name(facts.device), cores=os.cpu_count() or 0,
+            torch=torch.__version__, planner=__version__, accuracy=self.accuracy, allow=self.allow,
+            optimizer=_class_name(self.optimizer),
+        )  # fmt: skip
+        cache = found = other = None
+        if world.rank == 0 and world.ranks > 1:
+            cache, found, other = _read_cache(key)
+        mine = (_way(), key, found and found.to_document(), other and other.key.ranks)
+        answer: tuple[str, Key, Any, int | None] = world.gather(mine, "asking what rank 0 remembers")[0]
+        way, key, document, measured_on = answer
+        if document is None or way != "auto":
+            found = None
+        elif found is None:
+            found = parse_remembered(document, key, "rank 0's cache")
+        reference = ModelReference(name=type(self.model).__name__.lower(), fingerprint=facts.fingerprint)
+        where = PlanWorld(ranks=key.ranks, nodes=key.nodes, torch=key.torch)
+        return Opening(
+            way=cast(Way, way), key=key, remembered=found, measured_on=measured_on, cache=cache, other=other,
+            plan=ddp_plan(facts.parameters, list(reversed(facts.parameters)), reference, where),
+        )  # fmt: skip
+
+
+def _way() -> str:
+    return os.environ.get("PLANNER", "auto").strip().lower() or "auto"
+
+
+def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None, Remembered | None]:
+    """Return rank 0's cache, what it holds, and where that is nothing what it holds for another number of ranks; where
+    it cannot be used, warn once: training continues.
+    """
+    cache: Cache | None = None
+    try:
+        cache = Cache(cache_folder())
+        found = cache.read(key)
+        return cache, found, cache.read_other_ranks(key) if found is None else None
+    except Exception as error:  # the other ranks wait for what is read here
+        warn_unused(error)
+        return cache, None, None
+
+
+def warn_unused(error: Exception) -> None:
+    warnings.warn(f"what earlier runs found is not used: {error}", CacheWarning, stacklevel=4)
+
+
+def _class_name(optimizer: object) -> str:
+    """Return the class of an optimizer, after that of what wraps it."""
+    kinds = [type(one) for one in (optimizer, inner_optimizer(optimizer))]
+    return " of ".join(dict.fromkeys(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))

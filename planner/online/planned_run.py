@@ -1,0 +1,107 @@
+"""A run without a plan, as measuring, deciding and trying see it: its session, present plan, story and memory."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+from planner.documents.profile import Profile
+from planner.documents.text import pluralize
+from planner.online.cache import Remembered
+from planner.online.opening import Opening
+from planner.profile.request import LOGGER, heard
+from runtime.errors import CacheWarning, PlannerError
+from runtime.plan import Plan
+from runtime.session.session import Session
+
+T = TypeVar("T")
+Steps = Generator[Plan | None, None, T]
+"""Resumed after each step; yields the plan of the next one, None for the present one."""
+
+WATCHED_STEPS = 50
+"""Last steps whose median is a step's time."""
+WARM_UP_STEPS = 10
+FIRST_STAGE = (
+    "the first steps warm up, then steps are measured; a plan takes some 100 steps of 50 ms, more of shorter ones"
+)
+
+
+class PlannedRun:
+    """The present plan and the next one are the same on all ranks."""
+
+    def __init__(self, session: Session, opening: Opening, story: Sequence[str]) -> None:
+        # The session holds its director: without a cycle both are freed with the script's last reference.
+        self.session: Session = weakref.proxy(session)
+        self.opening, self.story, self._cache = opening, list(story), opening.cache
+        self.present: Plan = session.plan
+        self.next: Plan | None = None
+        self.profile: Profile | None = None
+        """What the last plan was decided from."""
+        self.doing: tuple[str, int] | None = (FIRST_STAGE, WARM_UP_STEPS + 2)
+        """What the run does before it has something to report, and the step at which that ends."""
+
+    @property
+    def stage(self) -> str | None:
+        """What planning does now and how many steps that still takes; None where it waits for nothing."""
+        if self.doing is None or self.opening.way == "off":
+            return None
+        what, end = self.doing
+        left = max(0, end - self.session.step)
+        more = f", for about {pluralize(left, 'more step')}" if left else ""
+        return f"now, after {pluralize(self.session.step, 'step')}: {what}{more}"
+
+    def begin_stage(self, what: str, steps: int) -> None:
+        self.doing = what, self.session.step + steps
+
+    def tell(self, text: str, *, aloud: bool = False) -> None:
+        """Add to the story; `aloud`: rank 0 logs it, too."""
+        self.story.append(f"step {self.session.step}: {text}")
+        if aloud and self.session.world.rank == 0:
+            with heard():
+                LOGGER.info("planner: after %d steps: %s", self.session.step, text)
+
+    def wait(self, steps: int) -> Steps[None]:
+        """Let so many more steps pass; the first one begins with the next plan where there is one."""
+        for _ in range(steps):
+            following, self.next = self.next, None
+            yield following
+
+    def switch(self, plan: Plan) -> None:
+        if plan is not self.present:
+            self.present = self.next = plan
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return self.session.world.gather(value, what)
+
+    @property
+    def step_us(self) -> float:
+        """Median of the last steps on this rank."""
+        return self.session.recorder.step_us(WATCHED_STEPS)
+
+    def remember(self, step_us: float | None = None, *, settled: bool = True) -> None:
+        """Leave the present plan to the next run, which goes on trying where it is not `settled`; rank 0 does, and says
+        once where it cannot.
+        """
+        if self._cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
+            return
+        if step_us is None:
+            step_us = self.step_us
+        kept = Remembered(
+            key=self.opening.key, plan=self.present, profile=self.profile, step_us=round(step_us, 3),
+            story=tuple(self.story[-20:]), settled=settled,
+        )  # fmt: skip
+        try:
+            self._cache.write(kept)
+        except (PlannerError, OSError) as error:
+            self._cache = None
+            warnings.warn(f"the plan is not remembered: {error}", CacheWarning, stacklevel=2)
+
+
+def called(plan: Plan) -> str:
+    """Return what a plan is called in the story."""
+    if plan.predicted is not None:
+        return f"the plan of {pluralize(len(plan.buckets), 'bucket')}"
+    _, at, size = (plan.buckets[0].reason or "").partition(" at ")
+    return f"DDP's buckets{at}{size}"

@@ -1,0 +1,85 @@
+"""Trials of plans in a run: both train in interleaved blocks, and training continues with the faster one."""
+
+from __future__ import annotations
+
+import math
+
+from planner.online.candidates import Candidates, digest_of
+from planner.online.measuring import Overlap, Seen, median_overlap, observe, sizes_of
+from planner.online.planned_run import PlannedRun, Steps, called
+from planner.online.trying import FEWEST_ROUNDS, climb, judge
+from runtime.monitor.trial import Rounds, trial_steps
+from runtime.monitor.verdict import BLOCK_STEPS, Verdict
+from runtime.plan import Plan
+
+MAY_LOSE, LEAST_LOSS_STEPS = 0.01, 0.5
+"""Of the steps so far, how many all trials together may cost by plans that are slower; and how many of them have to be
+left for another trial to begin.
+"""
+
+
+class Trials:
+    """All trials of one run, and what they have cost."""
+
+    def __init__(self, run: PlannedRun, candidates: Candidates) -> None:
+        self._run, self._candidates = run, candidates
+        self._lost_steps = 0.0
+        """Cost of trials, in steps of the plans that they began with."""
+
+    def try_plan(self, plan: Plan) -> Steps[list[Seen]]:
+        """Train by both plans in interleaved blocks and go on with the faster; return what was seen of the present one
+        and of the plan, nothing where a rank cannot lay the plan out.
+
+        Waits until trials may cost something again.
+        """
+        run, lost_steps = self._run, self._lost_steps
+        left = max(0, math.ceil((lost_steps + LEAST_LOSS_STEPS) / MAY_LOSE) - run.session.step)
+        run.begin_stage(f"{called(plan)} is tried", left + 2 * BLOCK_STEPS * FEWEST_ROUNDS)
+        yield from run.wait(left)
+        old = run.present
+        rounds: Rounds = []
+        may_lose_steps = MAY_LOSE * run.session.step - lost_steps
+        seen: dict[bool, list[Overlap]] = {True: [], False: []}
+
+        def verdict_on(found: Rounds) -> Verdict | None:
+            nonlocal rounds
+            rounds = found
+            return judge(found, (called(plan), called(old)), may_lose_steps * found[0][1])
+
+        def look(tried: Plan) -> None:
+            run.present = tried
+            if (sample := observe(run.session, BLOCK_STEPS - 1)) is not None:
+                seen[tried is plan].append(sample.overlap)
+
+        run.next = None  # a block begins with its own plan
+        verdict = yield from trial_steps((plan, old), old, run.session.recorder, run.session.world, verdict_on, look)
+        if verdict is None:  # the session has said why
+            run.present = old
+            return []
+        self._lost_steps += BLOCK_STEPS * max(0.0, sum(new / old - 1.0 for new, old in rounds))
+        run.tell(verdict.text, aloud=True)
+        self._candidates.learn(plan, verdict)
+        run.switch(plan if verdict.good else old)
+        if verdict.good:  # the run may end before it has tried everything
+            run.remember(verdict.step_us, settled=False)
+        ranks: list[dict[bool, list[Overlap]]] = run.gather(seen, "comparing what plans overlap")
+        if not all(one[True] and one[False] for one in ranks):
+            return []
+        tried = ((True, plan), (False, old))
+        return [Seen(tuple(sizes_of(one)), tuple(median_overlap(rank[new]) for rank in ranks)) for new, one in tried]
+
+    def try_sizes(self, tried: set[str]) -> Steps[None]:
+        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand."""
+        others = {count: other for count, other in self._candidates.others.items() if digest_of(other[0]) not in tried}
+        predicted = {count: ratio for count, (_, ratio) in others.items()}
+        sizes = climb(predicted, len(self._run.present.buckets), self._candidates.off)
+        count = next(sizes, None)
+        if count is not None:
+            self._run.tell(f"the simulator was {self._candidates.off:.0%} off here: other sizes of buckets are tried")
+        while count is not None:
+            plan, _ = others[count]
+            yield from self.try_plan(plan)
+            try:
+                count = sizes.send(self._run.present is plan)
+            except StopIteration:
+                count = None

@@ -1,0 +1,104 @@
+"""Everything that attach has to know of a model, and every reason against attaching it, found in one visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self, cast
+
+import torch
+from torch import nn
+
+from runtime.checks.backend import check_backend
+from runtime.checks.modes import asked_modes
+from runtime.checks.optimizer import check_optimizer, check_owner
+from runtime.checks.plan import (
+    check_attached,
+    check_buffers,
+    check_model,
+    check_plan,
+    dtype_name,
+    parameters_fingerprint,
+    trainable_parameters,
+)
+from runtime.comm.world import World
+from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
+from runtime.core.options import AttachOptions
+from runtime.errors import InputError
+from runtime.plan import Plan
+from runtime.plan.names import canonical_name, fingerprint
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as ranks compare it."""
+
+    parameters: dict[str, nn.Parameter]
+    """Those that ranks train together, by canonical name; none where there is a `problem`."""
+    fingerprint: str
+    """Of their names, shapes and dtypes."""
+    problem: str | None
+    """Why no plan can drive the model."""
+
+    @classmethod
+    def of(cls, model: nn.Module, also: Iterable[nn.Parameter] = ()) -> Self:
+        """Collect them; `also` are parameters that count as trainable."""
+        try:
+            problem = check_model(model)
+            parameters = trainable_parameters(model, also) if problem is None else {}
+        except InputError as error:
+            problem, parameters = str(error), {}
+        if problem is None and not parameters:
+            problem = "the model has no trainable parameter; expected at least one with requires_grad"
+        return cls(parameters, parameters_fingerprint(parameters), problem)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+
+def check_attach(
+    model: nn.Module, optimizer: object, plan: Plan | None, options: AttachOptions, world: World,
+    attached: Iterable[nn.Module],
+) -> tuple[ModelFacts, str | None]:  # fmt: skip
+    """Return what the model is, and the first reason on this rank why it, its optimizer or the plan cannot be attached.
+
+    Args:
+        model, optimizer, options: as `attach` has them.
+        plan: None where it is made once ranks have agreed on the model.
+        world: the ranks that train together.
+        attached: the models that are attached already.
+    """
+    facts, scale = ModelFacts.of(model), cast(object, options.loss_scale)  # of any type, where callers are not checked
+    reasons: list[Callable[[], str | None]] = [
+        lambda: check_attached(model, attached),
+        lambda: check_owner(model, optimizer),
+        lambda: None if plan is None else check_optimizer(plan, optimizer, facts.parameters),
+        lambda: (
+            None
+            if scale is None or callable(scale)
+            else f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
+        ),
+        lambda: check_buffers(model) if options.broadcast_buffers and world.ranks > 1 else None,
+        lambda: None if plan is None else asked_modes(plan)[0].attach_reason,
+        lambda: facts.problem,
+        lambda: None if plan is None else check_plan(facts.parameters, plan, world.ranks),
+        lambda: None if plan is None else check_backend(plan, world, facts.device),
+    ]
+    try:
+        return facts, next(filter(None, (reason() for reason in reasons)), None)
+    except InputError as error:
+        return facts, str(error)
+
+
+def form_of_followed(model: nn.Module, *, buffers: bool) -> str:
+    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint; `buffers`: if those do."""
+    named = [*named_parameters(model), *(named_buffers(model) if buffers else ())]
+    if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for _, tensor in named):
+        return ""  # refused by name
+    return fingerprint((canonical_name(name), tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named)
+
+
+def device_kinds(model: nn.Module) -> str:
+    """Return the kinds of device that the model's parameters are on."""
+    return ",".join(sorted({parameter.device.type for parameter in exchanged_parameters(model)}))

@@ -1,0 +1,28 @@
+"""How a model is attached: the options that `attach` takes, in one record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachOptions:
+    """The keyword arguments of `runtime.attach`, which describes them; `communicate` is for measuring."""
+
+    process_group: dist.ProcessGroup | None = None
+    sync: bool = True
+    broadcast_buffers: bool = True
+    timeout_s: float | None = None
+    drift: bool = True
+    loss_scale: Callable[[], float] | None = None
+    guard: bool = True
+    mesh: DeviceMesh | None = None
+    communicate: bool = True
+    """Whether gradients are exchanged; with False everything else happens."""

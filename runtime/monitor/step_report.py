@@ -1,0 +1,39 @@
+"""The times of a sharded optimizer step, as measured on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherReport:
+    """One gather beside the next forward: medians in microseconds from the end of the step that launched it."""
+
+    buckets: tuple[int, ...]
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The shared step of one rank: medians in microseconds, beside what the plan predicts."""
+
+    gather_us: float
+    """All-gathers of weights, a part of the update."""
+    gathers_us: tuple[float, ...]
+    late: tuple[GatherReport, ...] = ()
+    """Those beside the next forward, a part of no update."""
+    waited_us: float = 0.0
+    """How long that forward, or whoever came first, waited for them."""
+    predicted_gather_us: float | None
+    state_bytes: int
+    """What this rank keeps of the optimizer's state."""
+
+    def __str__(self) -> str:
+        predicted = "" if self.predicted_gather_us is None else f", predicted {self.predicted_gather_us / 1e3:.2f}"
+        taken_us = self.gather_us + sum(one.end_us - one.start_us for one in self.late)
+        waited = f" beside the next forward, which waited {self.waited_us / 1e3:.2f} ms" if self.late else ""
+        return (
+            f"step shared by ranks: weights gathered in {taken_us / 1e3:.2f}{predicted} ms{waited}, "
+            f"{self.state_bytes / 2**20:.1f} MiB of the optimizer's state here"
+        )
