@@ -1,9 +1,10 @@
-"""The task graph against the recurrences, by hand, and its critical path."""
+"""The engine: against a plain simulation, the closed forms, and by hand; its critical path."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
+from planner.model.engine import Op, Ops, run
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
+from planner.model.step_ops import step_ops
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay
 from planner.strategies.topologies import phased_problem
@@ -38,74 +40,92 @@ rows_drawn = st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 300)), min_si
 factors_drawn = st.none() | st.tuples(st.floats(1, 3), st.floats(1, 3))
 
 
+def plainly(ops: Sequence[Op]) -> tuple[list[float], list[float]]:
+    """Return starts and ends, by the rules of the engine as they are told, without its loop."""
+    left, start, end, now = {n: op.time_us for n, op in enumerate(ops)}, {}, {}, 0.0
+    while len(end) < len(ops):
+        first = {lane: next((n for n, op in enumerate(ops) if op.lane == lane and n not in end), None)
+                 for lane in {op.lane for op in ops}}  # fmt: skip
+        busy = {n for n in first.values() if n is not None and all(after in end for after in ops[n].after)}
+        for number in busy:
+            start.setdefault(number, now)
+        computing, sent = any(ops[n].lane == "compute" for n in busy), [n for n in busy if ops[n].lane != "compute"]
+        slow = {n: ops[n].factors[1] if computing else 1.0 for n in sent}
+        slow |= {n: max((ops[m].factors[0] for m in sent), default=1.0) for n in busy if ops[n].lane == "compute"}
+        passed = min(left[n] * slow[n] for n in busy)
+        now += passed
+        for number in busy:
+            left[number] -= passed / slow[number]
+            if left[number] <= 1e-9:
+                end[number] = now
+    return [start[n] for n in range(len(ops))], [end[n] for n in range(len(ops))]
+
+
+@st.composite
+def ops_drawn(draw: st.DrawFn) -> Ops:
+    """Ops on compute and up to three networks, each after some of those before."""
+    ops, factor = Ops(), st.floats(1.0, 3.0)
+    for number in range(draw(st.integers(1, 14))):
+        after = draw(st.sets(st.integers(0, number - 1), max_size=2)) if number else set()
+        time_us = draw(st.floats(0.1, 100.0))
+        lane = draw(st.sampled_from(["compute", "network", "intra", "inter"]))
+        ops.add(Op(lane, time_us, tuple(after), factors=(draw(factor), draw(factor))))
+    return ops
+
+
+@given(ops_drawn())
+def test_agrees_with_a_plain_simulation(ops: Ops) -> None:
+    ran, (starts_us, ends_us) = run(ops), plainly(ops)
+    assert ran.end_us == pytest.approx(ends_us, rel=1e-6, abs=1e-6)
+    assert ran.start_us == pytest.approx(starts_us, rel=1e-6, abs=1e-6)
+
+
 @given(rows_drawn, factors_drawn, st.sampled_from(["wfbp", "single", "optimal"]))
-def test_agrees_with_the_recurrences(
+def test_agrees_with_the_closed_form(
     rows: list[tuple[int, float]], contention: tuple[float, float] | None, strategy: str
 ) -> None:
     problem = problem_of(rows, contention)
     schedule = make_schedule(problem, strategy)
-    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    run = run_graph(build_graph(problem, schedule), factors)
-    timeline = simulate_schedule(problem, schedule)
-    assert run.total_us == pytest.approx(timeline.iteration_us, rel=1e-9)
-    sent = [span.end_us for span in run.spans() if span.resource == "network"]
+    ran, timeline = run(step_ops(problem, schedule)), simulate_schedule(problem, schedule)
+    assert ran.total_us == pytest.approx(timeline.iteration_us, rel=1e-9)
+    sent = [ran.end_us[number] for number in ran.lanes["network"]]
     assert sent == pytest.approx([span.end_us for span in timeline.on("network")], rel=1e-9)
 
 
 @given(problems(contention=True, mixed=True), st.sampled_from(["wfbp", "single", "optimal"]))
 def test_agrees_where_factors_depend_on_the_size(problem: Problem, strategy: str) -> None:
     schedule = make_schedule(problem, strategy)
-    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    run = run_graph(build_graph(problem, schedule), factors)
-    assert run.total_us == pytest.approx(simulate_schedule(problem, schedule).iteration_us, rel=1e-9, abs=1e-6)
-
-
-@given(rows_drawn, factors_drawn, st.integers(2, 3))
-def test_steps_follow_one_another(
-    rows: list[tuple[int, float]], contention: tuple[float, float] | None, steps: int
-) -> None:
-    """An exact step ends before the next begins, so that several take as long as they do one by one."""
-    problem = problem_of(rows, contention, ranks_per_node=2)
-    schedule = make_schedule(problem, "torus_2d")
-    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    one, several = (run_graph(build_graph(problem, schedule, count), factors) for count in (1, steps))
-    assert several.total_us == pytest.approx(steps * one.total_us, rel=1e-9)
+    expected_us = simulate_schedule(problem, schedule).iteration_us
+    assert run(step_ops(problem, schedule)).total_us == pytest.approx(expected_us, rel=1e-9, abs=1e-6)
 
 
 @given(rows_drawn, factors_drawn)
 def test_the_critical_path_has_no_gap(rows: list[tuple[int, float]], contention: tuple[float, float] | None) -> None:
     problem = problem_of(rows, contention, ranks_per_node=2)
-    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    run = run_graph(build_graph(problem, make_schedule(problem, "torus_2d")), factors)
-    path = run.critical_path()
-    assert run.start_us[path[0]] == 0.0
-    assert run.end_us[path[-1]] == run.total_us
+    ran = run(step_ops(problem, make_schedule(problem, "torus_2d")))
+    path = ran.critical_path()
+    assert ran.start_us[path[0]] == 0.0
+    assert ran.end_us[path[-1]] == ran.total_us
     for before, after in itertools.pairwise(path):
-        assert run.end_us[before] == run.start_us[after]
-    assert sum(run.shares().values()) == pytest.approx(1.0)
+        assert ran.end_us[before] == ran.start_us[after]
+    assert sum(ran.shares().values()) == pytest.approx(1.0)
 
 
 def test_phases_of_neighbouring_buckets_overlap() -> None:
     """By hand: forward 100; two buckets ready at 110 and 120; phases of 3, 30 and 2 on intra, inter and intra."""
-    graph = TaskGraph()
-    for name, duration_us, link in (("forward", 100, "compute"), ("a", 10, "compute"), ("b", 10, "compute")):
-        graph.add(Task(name=name, kind=name, resource=link, duration_us=duration_us), after=range(len(graph.tasks)))
-    scatter = [graph.add(Task(name="s", kind="s", resource="intra", duration_us=3), [ready]) for ready in (1, 2)]
-    sums = [graph.add(Task(name="r", kind="r", resource="inter", duration_us=30), [before]) for before in scatter]
+    ops = Ops(Op("compute", time_us) for time_us in (100.0, 10.0, 10.0))
+    scatter = [ops.add(Op("intra", 3.0, (ready,))) for ready in (1, 2)]
+    sums = [ops.add(Op("inter", 30.0, (before,))) for before in scatter]
     for before in sums:
-        graph.add(Task(name="g", kind="g", resource="intra", duration_us=2), [before])
-    run = run_graph(graph)
-    assert run.end_us == [100, 110, 120, 113, 123, 143, 173, 145, 175]
-    assert run.critical_path() == [0, 1, 3, 5, 6, 8]
+        ops.add(Op("intra", 2.0, (before,)))
+    ran = run(ops)
+    assert ran.end_us == [100, 110, 120, 113, 123, 143, 173, 145, 175]
+    assert ran.critical_path() == [0, 1, 3, 5, 6, 8]
 
 
-def test_an_order_that_contradicts_itself_is_refused() -> None:
-    graph = TaskGraph()
-    first = graph.add(Task(name="first", kind="x", resource="network", duration_us=1.0))
-    second = graph.add(Task(name="second", kind="x", resource="network", duration_us=1.0))
-    graph.graph.add_edge(second, first)
-    with pytest.raises(ValueError, match="contradicts"):
-        run_graph(graph)
+def test_ops_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        run([Op("network", 1.0, (1,)), Op("network", 1.0)])
 
 
 @settings(max_examples=40)
