@@ -17,9 +17,14 @@ from planner.ir import Schedule
 from planner.model.engine import Op, Ops, run
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
+from planner.model.step import Overlap
 from planner.model.step_ops import step_ops
+from planner.passes.merge import merge_problem
+from planner.search.forms import LinkForms
 from planner.search.local_search import choice_of, neighbours, stops_of
+from planner.search.merge_contended import end_us as contended_end_us
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay
+from planner.search.tables import Form
 from planner.strategies.topologies import phased_problem
 
 LINKS = {
@@ -97,6 +102,24 @@ def test_agrees_where_factors_depend_on_the_size(problem: Problem, strategy: str
     schedule = make_schedule(problem, strategy)
     expected_us = simulate_schedule(problem, schedule).iteration_us
     assert run(step_ops(problem, schedule)).total_us == pytest.approx(expected_us, rel=1e-9, abs=1e-6)
+
+
+@given(rows_drawn, factors_drawn, st.data())
+def test_agrees_with_what_searches_rest_on(
+    rows: list[tuple[int, float]], contention: tuple[float, float] | None, data: st.DataObject
+) -> None:
+    """On one network with contention and without, and on two kinds of link."""
+    stops = tuple(sorted(data.draw(st.sets(st.integers(1, len(rows)))) | {len(rows)}))
+    problem = problem_of(rows, contention)
+    sent_us = contended_end_us(merge_problem(problem), Overlap.of(problem), stops)
+    if not problem.contended:
+        assert sent_us == pytest.approx(merge_problem(problem).end_us(stops), rel=1e-9)
+    ran = run(step_ops(problem, Schedule.from_boundaries(stops)))
+    assert sent_us == pytest.approx(ran.end_us[ran.lanes["network"][-1]], rel=1e-9)
+    phased = problem_of(rows, ranks_per_node=2)
+    ran = run(step_ops(phased, Schedule.from_boundaries(stops, "torus_2d")))
+    forms = LinkForms(phased, [Form("torus_2d")])
+    assert forms.end_us(choice_of(stops)) == pytest.approx(ran.total_us - phased.update_us, rel=1e-9)
 
 
 @given(rows_drawn, factors_drawn)
