@@ -4,9 +4,10 @@ An op begins when the one before it in its lane has ended, and all that it waits
 message are under way, both proceed more slowly, by the message's factors; of several messages compute is slowed by the
 worst. Messages do not slow each other down.
 
-Models build ops (`planner.model.step_ops`, `planner.model.delay`, `planner.model.modes.late_gather`). Where a schedule
-has a closed form, searches rest on that (`planner.model.step.Overlap.send`, `planner.model.two_links`,
-`planner.search.merge`, `planner.search.two_windows`); tests compare each closed form with this engine.
+Models build ops (`planner.model.step_ops`, `planner.model.delay`, `planner.model.modes.late_gather`). Searches rest on
+closed forms where a schedule has one (`planner.model.step`, `planner.model.replay`, `planner.search.merge`,
+`planner.search.two_windows`), and compute what neighbours have in common once (`planner.model.replay.Replay`). Tests
+compare the closed forms with this engine.
 """
 
 from __future__ import annotations
