@@ -14,7 +14,7 @@ from planner.testbed.namespaces import Namespace, NoNamespaces
 from runtime.errors import PlannerError
 from runtime.version import __version__
 
-NEEDED = ("torch", "numpy", "scipy", "networkx", "ortools", "pydantic", "typer", "rich")
+NEEDED = ("torch", "numpy", "scipy", "ortools", "pydantic", "typer", "rich")
 OPTIONAL = {
     "scikit-learn": "`planner demo` needs it: pip install 'commplanner[demo]'",
     "plotly": "`planner explain --html` needs it: pip install 'commplanner[pages]'",

@@ -20,20 +20,21 @@ synchronous steps at the beginning of training do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from planner.model.delay_load import StepWork
-from planner.model.lanes import Lane, Op, run_lanes
+from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
 from planner.model.problem import Problem
 from runtime.plan.timeline import Span, Timeline
 
 PUSH, PULL = "reduce_scatter", "all_gather"
 SCATTER, GATHER, SPREAD = "node_reduce_scatter", "node_all_gather", "spread"
-COMPUTE, NETWORK, INSIDE, SPREADING = range(4)
-"""Lanes; the last two only where nodes have several ranks."""
+INSIDE, SPREADING = "intra", "intra, pulled"
+"""Lanes where nodes have several ranks; the network between them is `inter`."""
 
 REPEATS = 1e-9
 """A state repeats where it differs by less than this share of the step."""
@@ -45,41 +46,42 @@ SHOWN = 4
 """Cycles that a timeline shows, where it takes several until the state repeats."""
 
 
-def ops(load: StepWork, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Op], ...]:
-    """What each lane does in so many steps; steps 0, k, 2k, … pull. The network is busy for `head_us` before."""
-    buckets, nodes = range(len(load.ready_us)), bool(load.scatter_us)
+def ops_of(load: StepWork, k: int, steps: int, head_us: float = 0.0) -> Ops:
+    """Return the ops of steps of which 0, k, 2k, … pull; the network is busy for `head_us` before."""
+    ops, buckets, nodes = Ops(), range(len(load.ready_us)), bool(load.scatter_us)
+    network = "inter" if nodes else NETWORK
     in_order = sorted(buckets, key=lambda bucket: load.ready_us[bucket])
-    compute: list[Op] = []
-    network = [Op(head_us, kind="before")]
-    inside: list[Op] = []
-    spread: list[Op] = []
-    pushed, pulled = [-1 for _ in buckets], -1  # ops of the step before: each bucket's push, and the last of a pull
+    ops.add(Op(network, head_us, kind="before"))
+    pushed: list[Ends] = [() for _ in buckets]
+    pulled: Ends = ()  # of the step before: each bucket's push, and the last message of a pull
     for step in range(steps):
-        compute.append(Op(load.forward_us, kind="forward", step=step))
-        made, done_us = [-1 for _ in buckets], load.forward_us  # by bucket, the op after which it can be pushed
+        done_us, made = load.forward_us, [0 for _ in buckets]  # by bucket, the op after which it can be pushed
+        ops.add(Op(COMPUTE, load.forward_us, kind="forward", step=step))
         for b in in_order:
-            compute.append(Op(load.ready_us[b] - done_us, kind="backward", step=step))
-            made[b], done_us = len(compute), load.ready_us[b]
-            compute.append(Op(load.pack_us[b] if load.pack_us else 0.0, pushed[b], "pack", step, b, on=NETWORK))
+            ops.add(Op(COMPUTE, load.ready_us[b] - done_us, kind="backward", step=step))
+            pack_us, done_us = load.pack_us[b] if load.pack_us else 0.0, load.ready_us[b]
+            made[b] = ops.add(Op(COMPUTE, pack_us, pushed[b], "pack", step, b))
         if nodes:
             for b in buckets:
-                scatter = Op(load.scatter_us[b], made[b], SCATTER, step, b, load.factors[b])
-                made[b] = len(inside)
-                inside += [scatter, Op(load.gather_us[b], -1, GATHER, step, b, load.factors[b])]
-            compute.append(Op(0.0, len(inside) - 1, "average", step, on=INSIDE))
-        update_us = load.local_update_us + (load.take_us if pulled >= 0 else 0.0)
-        compute.append(Op(update_us, pulled, "update", step, on=SPREADING if nodes else NETWORK))
-        pushed, pulled = [len(network) + b for b in buckets], -1
-        on = INSIDE if nodes else COMPUTE
-        network += [Op(load.push_us[b], made[b], PUSH, step, b, load.factors[b], on) for b in buckets]
-        network.append(Op(load.owner_us, kind="owner_update", step=step))
+                made[b] = ops.add(Op(INSIDE, load.scatter_us[b], (made[b],), SCATTER, step, b, load.factors[b]))
+                gathered = ops.add(Op(INSIDE, load.gather_us[b], (), GATHER, step, b, load.factors[b]))
+            ops.add(Op(COMPUTE, 0.0, (gathered,), "average", step))
+        update_us = load.local_update_us + (load.take_us if pulled else 0.0)
+        ops.add(Op(COMPUTE, update_us, pulled, "update", step))
+        for b in buckets:
+            pushed[b] = (ops.add(Op(network, load.push_us[b], (made[b],), PUSH, step, b, load.factors[b])),)
+        ops.add(Op(network, load.owner_us, kind="owner_update", step=step))
+        pulled = ()
         if step % k == 0:
             for b in buckets:
+                pulled = (ops.add(Op(network, load.pull_us[b], (), PULL, step, b, load.factors[b])),)
                 if nodes:
-                    spread.append(Op(load.spread_us[b], len(network), SPREAD, step, b, load.factors[b], NETWORK))
-                network.append(Op(load.pull_us[b], -1, PULL, step, b, load.factors[b]))
-            pulled = len(spread if nodes else network) - 1
-    return (compute, network, *((inside, spread) if nodes else ()))
+                    pulled = (ops.add(Op(SPREADING, load.spread_us[b], pulled, SPREAD, step, b, load.factors[b])),)
+    return ops
+
+
+Ends = tuple[int, ...]
+"""Ops that have to have ended: one or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +94,7 @@ class SteadyState:
     first: int
     """The step of the simulation that they begin with, a multiple of k."""
     steps: int
-    lanes: tuple[Lane, ...]
-
-    @property
-    def compute(self) -> Lane:
-        return self.lanes[COMPUTE]
-
-    @property
-    def network(self) -> Lane:
-        return self.lanes[NETWORK]
+    ran: Run
 
     @property
     def settled(self) -> bool:
@@ -134,12 +128,12 @@ def steady_state(load: StepWork, k: int) -> SteadyState:
 def _simulate(load: StepWork, k: int, cycles: int, head_us: float) -> SteadyState:
     """The last cycles after which a state repeats, else the later half of them."""
     steps = cycles * k + 2  # messages end beside later steps
-    lanes = run_lanes(*ops(load, k, steps, head_us))
-    sent = _sent(lanes)
-    compute = lanes[COMPUTE]
-    per_step = len(compute.ops) // steps  # a step begins with the end of the update before it
-    starts = np.array([compute.end_us[cycle * k * per_step - 1] for cycle in range(1, cycles + 1)])
-    ends = np.array([[lane.end_us[i] for lane, i in sent[cycle * k - 1]] for cycle in range(1, cycles + 1)])
+    ran = run(ops_of(load, k, steps, head_us))
+    compute = ran.lanes[COMPUTE]
+    per_step = len(compute) // steps  # a step begins with the end of the update before it
+    starts = np.array([ran.end_us[compute[cycle * k * per_step - 1]] for cycle in range(1, cycles + 1)])
+    sent = _sent(ran)
+    ends = np.array([[ran.end_us[number] for number in sent[cycle * k - 1]] for cycle in range(1, cycles + 1)])
     states = np.maximum(ends - starts[:, None], 0.0)
 
     def window(first: int, last: int) -> SteadyState:
@@ -152,7 +146,7 @@ def _simulate(load: StepWork, k: int, cycles: int, head_us: float) -> SteadyStat
             error_us=0.0 if error_us <= REPEATS * mean_us else error_us,
             first=(1 + last - shown) * k,
             steps=shown * k,
-            lanes=lanes,
+            ran=ran,
         )
 
     for last in range(1, cycles):
@@ -163,13 +157,12 @@ def _simulate(load: StepWork, k: int, cycles: int, head_us: float) -> SteadyStat
     return window((cycles - 1) // 2, cycles - 1)
 
 
-def _sent(lanes: tuple[Lane, ...]) -> dict[int, list[tuple[Lane, int]]]:
-    """By step the messages that may end beside later ones, and the owners' update."""
-    found: dict[int, list[tuple[Lane, int]]] = {}
-    for lane in (lanes[NETWORK], *lanes[SPREADING:]):
-        for index, op in enumerate(lane.ops):
-            if op.kind != "before":
-                found.setdefault(op.step, []).append((lane, index))
+def _sent(ran: Run) -> dict[int, list[int]]:
+    """Return by step the messages that may end during later ones, and the owners' update."""
+    found: dict[int, list[int]] = {}
+    for number, op in enumerate(ran.ops):
+        if op.lane not in (COMPUTE, INSIDE) and op.kind != "before":
+            found.setdefault(op.step, []).append(number)
     return found
 
 
@@ -197,8 +190,8 @@ def simulate_cycle(problem: Problem, load: StepWork, k: int) -> CycleTimeline:
     found = steady_state(load, k)
     begin_us = next(
         start_us
-        for op, start_us in zip(found.compute.ops, found.compute.start_us, strict=True)
-        if op.step == found.first
+        for op, start_us in zip(found.ran.ops, found.ran.start_us, strict=True)
+        if op.lane == COMPUTE and op.step == found.first
     )
     spans = [
         replace(span, start_us=max(0.0, span.start_us - begin_us), end_us=max(0.0, span.end_us - begin_us),
@@ -218,9 +211,9 @@ def simulate_cycle(problem: Problem, load: StepWork, k: int) -> CycleTimeline:
 
 def _computed(found: SteadyState) -> Iterator[StepSpan]:
     """Forward, backward and update of each step; backward in several parts where it has to wait."""
-    lane = found.compute
-    open_span: StepSpan | None = None
-    for op, start_us, end_us in zip(lane.ops, lane.start_us, lane.end_us, strict=True):
+    ran, open_span = found.ran, None
+    for number in ran.lanes[COMPUTE]:
+        op, start_us, end_us = ran.ops[number], ran.start_us[number], ran.end_us[number]
         step = op.step - found.first
         packs = op.kind in ("pack", "average")
         if not 0 <= step < found.steps or (packs and op.time_us <= 0.0):
@@ -239,19 +232,14 @@ def _computed(found: SteadyState) -> Iterator[StepSpan]:
 
 
 def _sent_spans(found: SteadyState) -> Iterator[StepSpan]:
-    """Messages, with the time at which they could begin at the earliest where they wait for another resource."""
-    names = resources(found.lanes)
-    for lane, resource in zip(found.lanes[NETWORK:], names[NETWORK:], strict=True):
-        for op, start_us, end_us in zip(lane.ops, lane.start_us, lane.end_us, strict=True):
-            step = op.step - found.first
-            if op.bucket is not None and 0 <= step < found.steps:
-                waits_on = found.lanes[COMPUTE if op.on is None else op.on]
-                yield StepSpan(
-                    task=f"bucket {op.bucket} {op.kind}", resource=resource, start_us=start_us, end_us=end_us,
-                    bucket=op.bucket, ready_us=waits_on.end_us[op.after] if op.after >= 0 else None, step=step,
-                )  # fmt: skip
-
-
-def resources(lanes: Sequence[object]) -> tuple[str, ...]:
-    """What lanes stand for: one network, or the links between nodes and twice those inside."""
-    return ("compute", "network") if len(lanes) == NETWORK + 1 else ("compute", "inter", "intra", "intra")
+    """Yield messages, with the earliest time at which they could begin where they wait for another lane."""
+    ran = found.ran
+    for number in chain.from_iterable(numbers for lane, numbers in ran.lanes.items() if lane != COMPUTE):
+        op = ran.ops[number]
+        step = op.step - found.first
+        if op.bucket is not None and 0 <= step < found.steps:
+            yield StepSpan(
+                task=f"bucket {op.bucket} {op.kind}", resource="intra" if op.lane == SPREADING else op.lane,
+                start_us=ran.start_us[number], end_us=ran.end_us[number], bucket=op.bucket,
+                ready_us=ran.end_us[op.after[0]] if op.after else None, step=step,
+            )  # fmt: skip

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.model.engine import Op, Ops, Run, run, run_alone
 from planner.model.fsdp2 import BACKWARD, FORWARD, GATHER, RECYCLE, REDUCE, SCATTER, WAIT, Program, Shape, host_program
-from planner.model.lanes import Lane, Op, run_lanes
 from runtime.plan import FullyShardPlan
 
 Executor = Literal["accelerator", "hosts", "blocking"]
@@ -83,40 +83,40 @@ class Step:
         return max(0.0, self.iteration_us - self.compute_us - self.update_us)
 
 
-class _Lanes:
-    """Ops by lane, in order; each waits for one op of one other lane at the most."""
+class _Ops:
+    """Ops, and what each of them is, by number."""
 
     def __init__(self) -> None:
-        self.ops: list[list[Op]] = [[] for _ in LANES]
-        self.what: list[list[tuple[str, int, int, int]]] = [[] for _ in LANES]
+        self.ops = Ops()
+        self.what: list[tuple[str, int, int, int, int]] = []
+        """(kind, lane, group, leaf, bytes)."""
 
     def add(
-        self, lane: int, kind: str, time_us: float, after: tuple[int, int], group: int = -1, leaf: int = -1,
+        self, lane: int, kind: str, time_us: float, after: int, group: int = -1, leaf: int = -1,
         size_bytes: int = 0, factors: tuple[float, float] = (1.0, 1.0),
-    ) -> tuple[int, int]:  # fmt: skip
-        on, place = after
-        self.ops[lane].append(Op(time_us, place, kind, on=on, factors=factors))
-        self.what[lane].append((kind, group, leaf, size_bytes))
-        return lane, len(self.ops[lane]) - 1
+    ) -> int:  # fmt: skip
+        """Append an op that waits for the op `after`, and return its number."""
+        self.what.append((kind, lane, group, leaf, size_bytes))
+        return self.ops.add(Op(LANES[lane], time_us, () if after == NOTHING else (after,), kind, factors=factors))
 
 
-NOTHING = (COMPUTE, -1)
+NOTHING = -1
 
 
-def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) -> _Lanes:
-    """Return the ops of each lane, with what they wait for."""
-    lanes = _Lanes()
+def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) -> _Ops:
+    """Return the ops of a step."""
+    ops = _Ops()
     factors = (costs.compute_factor, costs.network_factor)
     gate = copied = last = NOTHING
     """What gathers wait for; the last copy-out in forward; the last op of computation."""
-    gathered: dict[int, tuple[int, int]] = {}
-    scattered: dict[int, tuple[int, int]] = {}
+    gathered: dict[int, int] = {}
+    scattered: dict[int, int] = {}
     left = len(shape.leaves)
     """Forwards that are still to come: then the buffer that forward has kept is free."""
 
-    def begun() -> tuple[int, int]:
+    def begun() -> int:
         """When the host has done what comes before a message."""
-        return lanes.add(HOST, WAIT, costs.host_us, last) if costs.host_us else last
+        return ops.add(HOST, WAIT, costs.host_us, last) if costs.host_us else last
 
     for kind, group, leaf, size_bytes, among in program.actions:
         if kind == GATHER:
@@ -124,33 +124,33 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
             lane, cost = (INSIDE, costs.gather_inside_us) if inside else (NETWORK, costs.gather_us)
             assert cost is not None
             after = gate if executor == "accelerator" else begun()
-            gathered[group] = lanes.add(lane, kind, cost(size_bytes), after, group, -1, size_bytes, factors)
+            gathered[group] = ops.add(lane, kind, cost(size_bytes), after, group, -1, size_bytes, factors)
         elif kind == WAIT:
-            before, last = copied, lanes.add(COMPUTE, kind, 0.0, gathered.pop(group), group)
+            before, last = copied, ops.add(COMPUTE, kind, 0.0, gathered.pop(group), group)
             gate, copied = (before, last) if left else (last, last)
         elif kind == FORWARD:
-            last = lanes.add(COMPUTE, kind, shape.leaves[leaf].forward_us, NOTHING, -1, leaf)
+            last = ops.add(COMPUTE, kind, shape.leaves[leaf].forward_us, NOTHING, -1, leaf)
             left -= 1
             gate = gate if left else copied
         elif kind == BACKWARD:
-            last = lanes.add(COMPUTE, kind, shape.leaves[leaf].backward_us, NOTHING, -1, leaf)
+            last = ops.add(COMPUTE, kind, shape.leaves[leaf].backward_us, NOTHING, -1, leaf)
         elif kind == RECYCLE:
             if executor != "blocking":
-                last = lanes.add(COMPUTE, kind, 0.0, scattered[group], group)
+                last = ops.add(COMPUTE, kind, 0.0, scattered[group], group)
         elif kind == SCATTER:
             time_us = costs.scatter_us(size_bytes)
-            scattered[group] = lanes.add(NETWORK, kind, time_us, begun(), group, -1, size_bytes, factors)
+            scattered[group] = ops.add(NETWORK, kind, time_us, begun(), group, -1, size_bytes, factors)
             if executor == "blocking":
-                last = lanes.add(COMPUTE, WAIT, 0.0, scattered[group], group)
+                last = ops.add(COMPUTE, WAIT, 0.0, scattered[group], group)
         elif kind == REDUCE:
             assert costs.reduce_us is not None
             time_us = costs.reduce_us(size_bytes)
-            reduced = lanes.add(BETWEEN, kind, time_us, scattered[group], group, -1, size_bytes, factors)
+            reduced = ops.add(BETWEEN, kind, time_us, scattered[group], group, -1, size_bytes, factors)
             if executor == "blocking":
-                last = lanes.add(COMPUTE, WAIT, 0.0, reduced, group)
+                last = ops.add(COMPUTE, WAIT, 0.0, reduced, group)
         if kind == GATHER and executor == "blocking":
-            last = lanes.add(COMPUTE, WAIT, 0.0, gathered[group], group)
-    return lanes
+            last = ops.add(COMPUTE, WAIT, 0.0, gathered[group], group)
+    return ops
 
 
 def _whole(program: Program) -> int:
@@ -165,62 +165,38 @@ def simulate(
     Raises ValueError: as `host_program`.
     """
     program = host_program(shape, plan, waits=executor == "hosts")
-    lanes = lay_out(shape, program, costs, executor)
-    ran = run_lanes(*lanes.ops) if costs.contended else _in_order(lanes)
-    end_us = max((lane.end_us[-1] for lane in ran if lane.end_us), default=0.0)
+    laid_out = lay_out(shape, program, costs, executor)
+    ran = (run if costs.contended else run_alone)(laid_out.ops)
     found: list[Bar] = []
     if bars:
-        for number, lane in enumerate(ran):
-            for (kind, group, leaf, size_bytes), start_us, stop_us in zip(
-                lanes.what[number], lane.start_us, lane.end_us, strict=True
-            ):
-                if kind not in (WAIT, RECYCLE):
-                    found.append(Bar(
-                        kind=kind, lane=number, group=group, leaf=leaf, start_us=start_us, end_us=stop_us,
-                        size_bytes=size_bytes,
-                    ))  # fmt: skip
+        for (kind, lane, group, leaf, size_bytes), start_us, end_us in zip(
+            laid_out.what, ran.start_us, ran.end_us, strict=True
+        ):
+            if kind not in (WAIT, RECYCLE):
+                found.append(Bar(
+                    kind=kind, lane=lane, group=group, leaf=leaf, start_us=start_us, end_us=end_us,
+                    size_bytes=size_bytes,
+                ))  # fmt: skip
+    messages = LANES[NETWORK:HOST]
     return Step(
-        iteration_us=end_us + costs.update_us,
+        iteration_us=ran.total_us + costs.update_us,
         compute_us=sum(leaf.forward_us + leaf.backward_us for leaf in shape.leaves),
-        network_us=max(sum(op.time_us for op in ops) for ops in lanes.ops[NETWORK:HOST]),
+        network_us=max(sum(op.time_us for op in ran.ops if op.lane == lane) for lane in messages),
         peak_bytes=program.peak_bytes,
         bars=tuple(sorted(found, key=lambda bar: (bar.start_us, bar.lane))),
         groups=program.groups,
-        memory=_over_time(program, ran, lanes) if bars else (),
+        memory=_over_time(program, ran) if bars else (),
         update_us=costs.update_us,
     )
 
 
-def _in_order(lanes: _Lanes) -> tuple[Lane, ...]:
-    """As `run_lanes` where nothing slows anything down: each op begins when the one before and the awaited one end."""
-    ran = tuple(map(Lane, lanes.ops))
-    total = sum(map(len, lanes.ops))
-    done = 0
-    while done < total:
-        before = done
-        for lane in ran:
-            while (place := len(lane.end_us)) < len(lane.ops):
-                op = lane.ops[place]
-                ends = ran[op.on or 0].end_us
-                if op.after >= len(ends):
-                    break
-                start_us = max(lane.end_us[-1] if place else 0.0, ends[op.after] if op.after >= 0 else 0.0)
-                lane.start_us.append(start_us)
-                lane.end_us.append(start_us + op.time_us)
-                done += 1
-        if done == before:
-            raise ValueError("ops of the resources wait for each other")
-    return ran
-
-
-def _over_time(program: Program, ran: tuple[Lane, ...], lanes: _Lanes) -> tuple[tuple[float, int], ...]:
+def _over_time(program: Program, ran: Run) -> tuple[tuple[float, int], ...]:
     """Memory by the time at which computation comes to that point of the host's program."""
     points: list[tuple[float, int]] = []
-    place, now_us = 0, 0.0
-    kinds = [kind for kind, *_ in lanes.what[COMPUTE]]
+    place, now_us, computed = 0, 0.0, ran.lanes[LANES[COMPUTE]]
     for action, most in zip(program.actions, program.memory_bytes, strict=True):
-        if place < len(kinds) and kinds[place] == action.kind:
-            now_us = ran[COMPUTE].start_us[place]
+        if place < len(computed) and ran.ops[computed[place]].kind == action.kind:
+            now_us = ran.start_us[computed[place]]
             place += 1
         points.append((now_us, most))
     return tuple(points)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain, groupby
-from typing import Literal
+from typing import Literal, TypeVar, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,29 @@ Curve = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Bytes → microseconds."""
 
 
+Key = TypeVarTuple("Key")
+Price = TypeVar("Price")
+
+
+def memoised(price: Callable[[Problem, *Key], Price]) -> Callable[[Problem, *Key], Price]:
+    """Keep each result of a method, by its arguments, as long as its problem lives."""
+
+    @wraps(price)
+    def known(problem: Problem, *key: *Key) -> Price:
+        prices: dict[tuple[*Key], Price] = vars(problem).setdefault(f"{price.__name__}, known", {})
+        if key not in prices:
+            prices[key] = price(problem, *key)
+        return prices[key]
+
+    return known
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """A profile on a cluster. Gradients are named by their index in readiness order."""
+    """A profile on a cluster: a step's arrays and the prices of its messages, each computed once.
+
+    Gradients are named by their index in readiness order.
+    """
 
     profile: Profile
     cost: CommunicationCost
@@ -166,34 +186,22 @@ class Problem:
             np.divide(busy_us, idle_us, out=np.ones_like(busy_us), where=takes),
         )
 
+    @memoised
     def phases(self, collective: str, algorithm: str) -> tuple[Phase, ...]:
-        """The phases of a dense collective on this cluster."""
-        key = (collective, algorithm)
-        if key not in self._phases:
-            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce, self.cost.link)
-        return self._phases[key]
+        """Return the phases of a dense collective on this cluster."""
+        return PHASES[collective, algorithm](self.cost.cluster, self.cost.all_reduce, self.cost.link)
 
+    @memoised
     def sparse_phases(self, algorithm: str) -> tuple[SparsePhase, ...]:
-        """The phases of a collective of selected elements on this cluster."""
-        if algorithm not in self._sparse_phases:
-            self._sparse_phases[algorithm] = SPARSE_PHASES[algorithm](self.cost.cluster, self.cost.link)
-        return self._sparse_phases[algorithm]
+        """Return the phases of a collective of selected elements on this cluster."""
+        return SPARSE_PHASES[algorithm](self.cost.cluster, self.cost.link)
 
-    @cached_property
-    def _sparse_phases(self) -> dict[str, tuple[SparsePhase, ...]]:
-        return {}
-
+    @memoised
     def wire_cost(self, dtype: str, algorithm: str) -> WireCost:
-        """What buckets cost whose elements travel in this dtype; by `torus_2d` they are whole inside nodes.
+        """Return the costs of buckets whose elements are sent in this dtype; `torus_2d` sends them whole inside nodes.
 
         Raises InputError: by `torus_2d`, where a kind of link has no cost.
         """
-        key = dtype, algorithm
-        if key not in self._wire_costs:
-            self._wire_costs[key] = self._wire_cost(dtype, algorithm)
-        return self._wire_costs[key]
-
-    def _wire_cost(self, dtype: str, algorithm: str) -> WireCost:
         cluster = self.cost.cluster
         if algorithm == NATIVE:
             measured = measured_flat(cluster, NATIVE, queued=True) or self.cost.all_reduce
@@ -210,30 +218,16 @@ class Problem:
         # Links' constants may promise more than the all-reduce shows.
         return wire_cost(cluster, dtype, (two_shots or self.cost.all_reduce,), self.ranks)
 
+    @memoised
     def low_rank_cost(self, rank: int) -> LowRankCost:
-        """What buckets cost whose matrices travel as products of this rank."""
-        if rank not in self._low_rank_costs:
-            self._low_rank_costs[rank] = low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
-        return self._low_rank_costs[rank]
+        """Return the costs of buckets whose matrices are sent as products of this rank."""
+        return low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
 
-    @cached_property
-    def _low_rank_costs(self) -> dict[int, LowRankCost]:
-        return {}
-
+    @memoised
     def thin(self, rank: int) -> Thin:
-        """What each gradient sends where matrices travel as products of this rank."""
-        if rank not in self._thin:
-            matrices = [gradient.matrix or (0, 0) for gradient in self.profile.compute.gradients]
-            self._thin[rank] = thin_of(self.numel, np.array(matrices, dtype=np.int64), rank)
-        return self._thin[rank]
-
-    @cached_property
-    def _thin(self) -> dict[int, Thin]:
-        return {}
-
-    @cached_property
-    def _wire_costs(self) -> dict[tuple[str, str], WireCost]:
-        return {}
+        """Return what each gradient sends where matrices are sent as products of this rank."""
+        matrices = [gradient.matrix or (0, 0) for gradient in self.profile.compute.gradients]
+        return thin_of(self.numel, np.array(matrices, dtype=np.int64), rank)
 
     def elements(self, bucket: Bucket) -> int:
         """The elements of a bucket."""
@@ -272,10 +266,6 @@ class Problem:
     def numel(self) -> NDArray[np.int64]:
         """Elements of each gradient. Shape (count,)."""
         return np.array([gradient.numel for gradient in self.profile.compute.gradients], dtype=np.int64)
-
-    @cached_property
-    def _phases(self) -> dict[tuple[str, str], tuple[Phase, ...]]:
-        return {}
 
     def bucket_cost_us(self, buckets: Sequence[Sequence[int]], curve: Curve | None = None) -> list[float]:
         """Time of each bucket of any gradients: all-reduced, or by another curve of time over bytes."""

@@ -6,12 +6,11 @@ its messages; the step ends with the later of the last bucket and backward, plus
 With contention factors, while both resources are busy compute advances at 1/compute and the network at 1/network of
 its speed; the factors are the message's where they were measured by size. A bucket of selected elements keeps compute
 busy with its selection when it is ready, which delays the rest of backward, and with its unpacking at the end.
-Collectives of several phases are in `planner.model.taskgraph`. All times in microseconds from the start of forward.
+Collectives of several phases are in `planner.model.step_ops`. All times in microseconds from the start of forward.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import numpy as np
 
 from planner.cost.halves import ALL_GATHER
 from planner.ir import Bucket, Places
+from planner.model.engine import COMPUTE, NETWORK, Op, Ops, run
 from planner.model.problem import Factors, Problem
 from planner.model.spending import Spending, slowdowns, spending
 from runtime.plan.timeline import Span, Timeline
@@ -147,7 +147,7 @@ def bucket_costs_step_us(problem: Problem, costs: Sequence[BucketCost]) -> float
     ready = [0.0] * len(costs)
     order = sorted(range(len(costs)), key=lambda index: costs[index][0])
     if problem.contended and any(of[3] > 0.0 for of in costs):
-        return _replay_us(problem, costs, order) + problem.update_us
+        return _unpacked_us(problem, costs, order) + problem.update_us
     for index in order:
         delay_us += costs[index][1]
         ready[index] = ready_us[costs[index][0]] + delay_us
@@ -158,39 +158,22 @@ def bucket_costs_step_us(problem: Problem, costs: Sequence[BucketCost]) -> float
     return max(*ends_us, compute_us) + problem.update_us
 
 
-def _replay_us(problem: Problem, costs: Sequence[BucketCost], order: Sequence[int]) -> float:
-    """When all has ended, from event to event: what is unpacked slows messages, and is slowed by them, too.
+def _unpacked_us(problem: Problem, costs: Sequence[BucketCost], order: Sequence[int]) -> float:
+    """Return when everything has ended where unpacking slows messages, and is slowed by them.
 
     `costs` are in launch order, `order` is that of the buckets' last gradients.
     """
-    compute: list[tuple[float, int]] = []
-    """(time, the bucket that has to have arrived), in order."""
-    made, done_us = [0] * len(costs), 0.0
+    ops, made, done_us = Ops(), [0] * len(costs), 0.0
     for index in order:
-        ready_us = problem.ready_list_us[costs[index][0]]
-        made[index] = len(compute)
-        compute.append((ready_us - done_us + costs[index][1], -1))
-        done_us = ready_us
-    compute.append((problem.compute_end_us - done_us, -1))
-    compute += [(of[3], index) for index, of in enumerate(costs) if of[3] > 0.0]
-    now_us, task, message, task_us, message_us = 0.0, 0, 0, compute[0][0], costs[0][2]
-    while task < len(compute) or message < len(costs):
-        computing = task < len(compute) and compute[task][1] < message
-        sending = message < len(costs) and made[message] < task
-        slow_task, slow_message = costs[message][4] if computing and sending else (1.0, 1.0)
-        task_left_us = task_us * slow_task if computing else math.inf
-        message_left_us = message_us * slow_message if sending else math.inf
-        passed_us = min(task_left_us, message_left_us)
-        now_us += passed_us
-        task_us -= passed_us / slow_task if computing else 0.0
-        message_us -= passed_us / slow_message if sending else 0.0
-        if task_left_us <= passed_us:
-            task += 1
-            task_us = compute[task][0] if task < len(compute) else 0.0
-        if message_left_us <= passed_us:
-            message += 1
-            message_us = costs[message][2] if message < len(costs) else 0.0
-    return now_us
+        last, select_us, *_ = costs[index]
+        made[index] = ops.add(Op(COMPUTE, problem.ready_list_us[last] - done_us + select_us))
+        done_us = problem.ready_list_us[last]
+    ops.add(Op(COMPUTE, problem.compute_end_us - done_us))
+    sent = [ops.add(Op(NETWORK, of[2], (made[index],), factors=of[4])) for index, of in enumerate(costs)]
+    for arrived, of in zip(sent, costs, strict=True):
+        if of[3] > 0.0:
+            ops.add(Op(COMPUTE, of[3], (arrived,)))
+    return run(ops).total_us
 
 
 def exchange_timeline(problem: Problem, buckets: Sequence[Bucket], exchange: Exchange) -> Timeline:

@@ -239,9 +239,14 @@ def _spread_frontier(states: Floats, ends_us: Floats, unpacks: bool, width: int)
 
 
 def _spread(first: Floats, second: Floats, ends_us: Floats, width: int) -> Ints:
-    order = np.lexsort((second, first))
-    if order.size == 0:
-        return np.asarray(order)
+    if first.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    # What one label dominates is most of all: only the rest is sorted.
+    best = int((first + second).argmin())
+    hopeful = (first < first[best]) | (second < second[best])
+    hopeful[best] = True
+    order = np.flatnonzero(hopeful)
+    order = order[np.lexsort((second[order], first[order]))]
     lowest = np.minimum.accumulate(second[order])
     frontier = order[np.concatenate([[True], second[order][1:] < lowest[:-1]])]
     if frontier.size <= width:

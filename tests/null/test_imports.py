@@ -24,15 +24,15 @@ LAZY = (*HEAVY, "plotly")
 
 DECIDING = (
     "planner/__init__.py", "planner/__main__.py", "planner/ir.py", "planner/verify.py", "planner/cli/*.py",
-    "planner/documents/*.py", "planner/cost/*.py", "planner/model/[!t]*.py", "planner/model/modes/*.py",
+    "planner/documents/*.py", "planner/cost/*.py", "planner/model/*.py", "planner/model/modes/*.py",
     "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/decide/*.py", "planner/emit/*.py",
     "planner/export/*.py", "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/plan/*.py",
 )  # fmt: skip
-"""Files that have to work where torch is not installed: whole folders, but for two files that need torch or
-networkx."""
+"""Files that have to work where torch is not installed: whole folders, but for one file that needs
+torch."""
 
 CHECK = f"""
 import json, sys

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from planner.cost.sparse import SELECTED_BYTES
 from planner.documents.text import pluralize
 from planner.ir import Mode, Schedule
-from planner.model.delay import CycleTimeline, simulate_cycle, steady_state
+from planner.model.delay import CycleTimeline, ops_of, simulate_cycle, steady_state
 from planner.model.delay_load import StepWork
+from planner.model.engine import run
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, merging, push_and_pull
 from runtime.plan import Accuracy, DelaySpec, Plan, combinations
@@ -60,11 +61,9 @@ def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By tasks of three cycles."""
-    from planner.model.taskgraph import delayed_graph, run_step  # networkx, which most commands do not need
-
+    """Return the shares of kinds of op in three cycles, the first of which begins with an idle network."""
     k = delay_of(schedule)
-    return run_step(problem, delayed_graph(problem, schedule, k, 3 * k)).shares()
+    return run(ops_of(StepWork.of(problem, schedule), k, 3 * k)).shares()
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
 from planner.ir import Bucket, Mode, Schedule, format_indices
 from planner.model.delay import CycleTimeline, StepSpan
+from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
 from planner.model.forward import needs
-from planner.model.lanes import Lane, Op, run_lanes
 from planner.model.modes import sharded
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, exposure, merging, push_and_pull
@@ -34,7 +34,6 @@ from runtime.plan.timeline import Timeline
 Groups = tuple[tuple[int, ...], ...]
 """Buckets that are gathered together, in launch order."""
 
-COMPUTE, NETWORK = range(2)
 SHOWN = 2
 """Steps that a timeline shows: what is gathered for the second belongs to the first."""
 
@@ -167,33 +166,33 @@ def forward_end_us(forward_us: float, gathers: Sequence[Gather]) -> float:
     return time_us + forward_us - progress_us
 
 
-def lanes_of(problem: Problem, schedule: Schedule, steps: int) -> tuple[list[Op], list[Op]]:
-    """What compute and the network do in so many steps, the first of them behind a step that ended as they do."""
+def ops_of(problem: Problem, schedule: Schedule, steps: int) -> Ops:
+    """Return the ops of steps, the first of which follows one that ended as they do."""
     gathers, exchange = gathers_of(problem, schedule), _exchange(problem, schedule)
     members = [bucket.gradients for bucket in schedule.buckets]
     ready_us = [problem.ready_list_us[max(gradients)] for gradients in members]
     factors = problem.bucket_factors(members)
     in_order = sorted(range(len(gathers)), key=lambda index: gathers[index].need_us)
-    compute: list[Op] = []
-    network: list[Op] = []
+    ops, updated = Ops(), tuple[int, ...]()
     for step in range(steps):
-        sent, done_us, after = len(network), 0.0, -1
-        launched = len(compute) - 1  # the update before
-        for gather in gathers:
-            network.append(Op(gather.cost_us, launched, ALL_GATHER, step, min(gather.buckets), gather.factors))
+        sent = [
+            ops.add(Op(NETWORK, gather.cost_us, updated, ALL_GATHER, step, min(gather.buckets), gather.factors))
+            for gather in gathers
+        ]
+        done_us, arrived = 0.0, tuple[int, ...]()
         for index in in_order:
-            compute.append(Op(gathers[index].need_us - done_us, after, "forward", step))
-            done_us, after = gathers[index].need_us, max(after, sent + index)
-        compute.append(Op(problem.forward_us - done_us, after, "forward", step))
-        done_us, made = problem.forward_us, [-1] * len(members)
+            ops.add(Op(COMPUTE, gathers[index].need_us - done_us, arrived, "forward", step))
+            done_us, arrived = gathers[index].need_us, (sent[index],)
+        ops.add(Op(COMPUTE, problem.forward_us - done_us, arrived, "forward", step))
+        done_us, made = problem.forward_us, [0] * len(members)
         for bucket in sorted(range(len(members)), key=ready_us.__getitem__):
-            compute.append(Op(ready_us[bucket] - done_us, -1, "backward", step))
-            done_us, made[bucket] = ready_us[bucket], len(compute) - 1
-        compute.append(Op(problem.compute_end_us - done_us, -1, "backward", step))
+            made[bucket] = ops.add(Op(COMPUTE, ready_us[bucket] - done_us, (), "backward", step))
+            done_us = ready_us[bucket]
+        ops.add(Op(COMPUTE, problem.compute_end_us - done_us, (), "backward", step))
         for bucket, cost_us in enumerate(exchange.costs_us):
-            network.append(Op(cost_us, made[bucket], REDUCE_SCATTER, step, bucket, factors[bucket]))
-        compute.append(Op(exchange.update_us, len(network) - 1, "update", step))
-    return compute, network
+            last = ops.add(Op(NETWORK, cost_us, (made[bucket],), REDUCE_SCATTER, step, bucket, factors[bucket]))
+        updated = (ops.add(Op(COMPUTE, exchange.update_us, (last,), "update", step)),)
+    return ops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,8 +207,8 @@ class WindowSpan(StepSpan):
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
     """Two steps, from the start of a forward; gathers are of the step whose weights they bring."""
-    lanes = run_lanes(*lanes_of(problem, schedule, SHOWN))
-    spans = [*_computed(lanes), *_sent(problem, schedule, lanes)]
+    ran = run(ops_of(problem, schedule, SHOWN))
+    spans = [*_computed(ran), *_sent(problem, schedule, ran)]
     return CycleTimeline(
         spans=tuple(sorted(spans, key=lambda span: (span.start_us, span.end_us))),
         iteration_us=step_us(problem, schedule),
@@ -221,25 +220,23 @@ def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
     )
 
 
-def _computed(lanes: Sequence[Lane]) -> list[WindowSpan]:
+def _computed(ran: Run) -> list[WindowSpan]:
     """Forward, backward and update of each step; forward in several parts where it waits, or only some are critical."""
-    critical, spans = critical_ops(lanes)[COMPUTE], list[WindowSpan]()
-    lane = lanes[COMPUTE]
-    for place, (op, start_us, end_us) in enumerate(zip(lane.ops, lane.start_us, lane.end_us, strict=True)):
+    path, spans = set(ran.critical_path()), list[WindowSpan]()
+    for number in ran.lanes[COMPUTE]:
+        op, critical = ran.ops[number], number in path
+        start_us, end_us = ran.start_us[number], ran.end_us[number]
         last = spans[-1] if spans else None
         if op.time_us <= 0.0 and op.kind != "update":
             continue
-        if last is not None and last.task == _named(op) and last.end_us == start_us and last.critical == (
-            place in critical
-        ):  # fmt: skip
+        if last is not None and (last.task, last.end_us, last.critical) == (_named(op), start_us, critical):
             spans[-1] = replace(last, end_us=end_us)
             continue
         spans.append(
             WindowSpan(
-                task=_named(op), resource="compute", start_us=start_us, end_us=end_us, step=op.step,
-                critical=place in critical,
+                task=_named(op), resource="compute", start_us=start_us, end_us=end_us, step=op.step, critical=critical
             )
-        )  # fmt: skip
+        )
     return spans
 
 
@@ -247,47 +244,29 @@ def _named(op: Op) -> str:
     return f"{op.kind} {op.step}" if op.step else op.kind
 
 
-def _sent(problem: Problem, schedule: Schedule, lanes: Sequence[Lane]) -> list[WindowSpan]:
-    critical, lane = critical_ops(lanes)[NETWORK], lanes[NETWORK]
+def _sent(problem: Problem, schedule: Schedule, ran: Run) -> list[WindowSpan]:
     groups = {min(group): tuple(sorted(group)) for group in _mode(schedule).groups(len(schedule.buckets))}
-    spans = []
-    for place, (op, start_us, end_us) in enumerate(zip(lane.ops, lane.start_us, lane.end_us, strict=True)):
+    path, spans = set(ran.critical_path()), []
+    for number in ran.lanes[NETWORK]:
+        op = ran.ops[number]
         assert op.bucket is not None
         together = groups[op.bucket] if op.kind == ALL_GATHER else (op.bucket,)
         several = len(together) > 1
         name = f"buckets {format_indices(together)}" if several else f"bucket {op.bucket}"
         spans.append(
             WindowSpan(
-                task=f"{name} {op.kind}", resource="network", start_us=start_us, end_us=end_us, bucket=op.bucket,
-                ready_us=lanes[COMPUTE].end_us[op.after] if op.after >= 0 else 0.0, step=op.step,
-                buckets=together if several else (), critical=place in critical,
+                task=f"{name} {op.kind}", resource="network", start_us=ran.start_us[number],
+                end_us=ran.end_us[number], bucket=op.bucket,
+                ready_us=ran.end_us[op.after[0]] if op.after else 0.0, step=op.step,
+                buckets=together if several else (), critical=number in path,
             )
         )  # fmt: skip
     return spans
 
 
-def critical_ops(lanes: Sequence[Lane]) -> tuple[set[int], set[int]]:
-    """By resource, the ops without a gap between them from the start to the end of compute."""
-    found: tuple[set[int], set[int]] = (set(), set())
-    number, place = COMPUTE, len(lanes[COMPUTE].ops) - 1
-    while place >= 0:
-        found[number].add(place)
-        op, other = lanes[number].ops[place], 1 - number
-        before_us = lanes[number].end_us[place - 1] if place else -1.0
-        # What ended last is what was waited for.
-        if op.after >= 0 and lanes[other].end_us[op.after] > before_us:
-            number, place = other, op.after
-        else:
-            place -= 1
-    return found
-
-
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """By tasks of three steps."""
-    from planner.model.taskgraph import graph_of_lanes, run_step  # networkx, which most commands do not need
-
-    lanes = lanes_of(problem, schedule, 3)
-    return run_step(problem, graph_of_lanes(lanes, ("compute", "network"))).shares()
+    return run(ops_of(problem, schedule, 3)).shares()
 
 
 # As in the sharded step: both halves send what an all-reduce does, and nothing rests on more.

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from planner.cost.curve import CostCurve
 from planner.cost.halves import REDUCE_SCATTER
 from planner.ir import Bucket, Mode, Schedule
+from planner.model.engine import run
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, merging, push_and_pull
 from planner.model.step import Exchange, exchange_step_us, exchange_timeline
+from planner.model.step_ops import step_ops
 from runtime.plan import Plan, StepPlan, UpdatePlan, combinations
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.timeline import Timeline
@@ -64,9 +66,7 @@ def exchange(problem: Problem, schedule: Schedule) -> Exchange:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    from planner.model.taskgraph import build_graph, run_step  # networkx, which most commands do not need
-
-    return run_step(problem, build_graph(problem, schedule, exchange=exchange(problem, schedule))).shares()
+    return run(step_ops(problem, schedule, exchange(problem, schedule))).shares()
 
 
 # Both halves of an all-reduce send what it sends, and nothing of the mode can be wrong or rests on more.

@@ -9,6 +9,7 @@ from planner.cost.sparse import FLAT_GATHERS
 from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.documents.text import ms
 from planner.ir import Bucket, Schedule
+from planner.model.engine import run
 from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, exposure, merging
@@ -21,6 +22,7 @@ from planner.model.step import (
     exchange_timeline,
     step_timeline,
 )
+from planner.model.step_ops import step_ops
 from runtime.plan import Plan
 from runtime.plan.timeline import Span, Timeline
 
@@ -35,13 +37,13 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
         return simulate(problem, schedule).iteration_us
     if all(bucket.whole for bucket in schedule.buckets):
         return exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
-    # Searches ask this of many schedules, and the task graph takes far longer than these sums.
+    # Searches ask this of many schedules, and the engine takes far longer than these sums.
     sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, schedule.buckets))
     return sparse_us if schedule.norms is None else sparse_us - problem.update_us + update_us(problem, schedule)
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
-    """As `planner.model.step` says, or with phases and selection as `planner.model.taskgraph` does."""
+    """Return the timeline: by the closed form of `planner.model.step`, with phases and selection by the engine."""
     if any(not bucket.whole or bucket.form[:2] in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule)
     return exchange_timeline(problem, schedule.buckets, _exchange(problem, schedule))
@@ -56,19 +58,17 @@ def _exchange(problem: Problem, schedule: Schedule) -> Exchange:
 
 
 def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
-    from planner.model.taskgraph import build_graph, run_step  # networkx, which most commands do not need
-
-    run = run_step(problem, build_graph(problem, schedule))
-    tasks = list(zip(run.graph.tasks, run.start_us, run.end_us, strict=True))
-    gradients_end_us = [end_us for task, _, end_us in tasks if task.kind == "backward"]
+    ran = run(step_ops(problem, schedule))
+    times = list(zip(ran.ops, ran.start_us, ran.end_us, strict=True))
+    gradients_end_us = [end_us for op, _, end_us in times if op.kind == "backward"]
     ready_us = [gradients_end_us[max(bucket.gradients)] for bucket in schedule.buckets]
     messages = [
         Span(
-            task=task.name, resource=task.resource, start_us=start, end_us=end, bucket=task.bucket,
-            ready_us=ready_us[task.bucket],
+            task=f"bucket {op.bucket} {op.kind}", resource=op.lane, start_us=start_us, end_us=end_us, bucket=op.bucket,
+            ready_us=ready_us[op.bucket],
         )
-        for task, start, end in tasks
-        if task.bucket is not None
+        for op, start_us, end_us in times
+        if op.bucket is not None
     ]  # fmt: skip
     messages.sort(key=lambda span: span.start_us)
     network_end_us = max((span.end_us for span in messages), default=0.0)
@@ -76,9 +76,7 @@ def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    from planner.model.taskgraph import build_graph, run_step
-
-    return run_step(problem, build_graph(problem, schedule)).shares()
+    return run(step_ops(problem, schedule)).shares()
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:

@@ -24,16 +24,13 @@ from planner.model.delay import (
     WORK,
     CycleTimeline,
     StepSpan,
-    ops,
     steady_state,
 )
 from planner.model.delay_load import StepWork
-from planner.model.lanes import Op, run_lanes
 from planner.model.modes import delayed as mode
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem
-from planner.model.taskgraph import delayed_graph, run_graph
 from planner.verify import VerifyError, verify
 
 STEPS = st.integers(1, 5)
@@ -214,18 +211,6 @@ def test_more_delay_is_never_slower_without_contention() -> None:
             assert more_us <= less_us * (1 + 1e-8)
 
 
-@settings(max_examples=25)
-@given(problems(max_count=5, contention=True), STEPS)
-def test_contention_as_in_the_task_graph(problem: Problem, k: int) -> None:
-    """The same ops, run by the simulator of task graphs."""
-    schedule = replace(Schedule.from_boundaries(range(1, problem.count + 1)), mode=Delayed(k))
-    compute, network = run_lanes(*ops(StepWork.of(problem, schedule), k, 3 * k))
-    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    run = run_graph(delayed_graph(problem, schedule, k, 3 * k), factors)
-    expected = [*compute.end_us, *network.end_us]
-    assert run.end_us == pytest.approx(expected, rel=1e-9, abs=1e-6)
-
-
 def test_contention_makes_both_slower() -> None:
     """Pushes of 100 beside 310 of computation, each factor 2: while they travel, for 200, compute does 100."""
     load = replace(one_bucket(200.0), pull_us=(0.0,), owner_us=0.0, factors=((2.0, 2.0),))
@@ -293,11 +278,6 @@ def test_averages_inside_nodes_by_hand() -> None:
     assert sizes == {"inter": 4000.0 * 1.5 / 2, "intra": 4000.0 * 2.5}
 
 
-def test_pieces_that_wait_for_each_other_are_no_schedule() -> None:
-    with pytest.raises(ValueError, match="wait for each other"):
-        run_lanes([Op(1.0, after=0)], [Op(1.0, after=0)])
-
-
 def delayed(k: int, alpha_us: float = 400.0, **cluster: Any) -> tuple[Problem, Schedule]:
     rows = [(1000, 120.0), (3000, 80.0)]
     profile = profile_document(rows, forward_us=100.0, update_us=8.0)
@@ -351,7 +331,7 @@ def test_effort_is_bounded_and_what_is_left_open_is_said() -> None:
     many = random_load(np.random.default_rng(3), WORK // 40)
     many = replace(many, factors=((1.3, 1.7),) * len(many.ready_us))
     found = steady_state(many, 8)
-    assert len(found.network.end_us) < 4 * WORK
+    assert len(found.ran.lanes["network"]) < 4 * WORK
     assert found.settled == (found.error_us == 0.0)
 
 

@@ -25,21 +25,19 @@ from planner.emit.lower import lower
 from planner.export.base import without_the_plans_own
 from planner.ir import Schedule
 from planner.model.delay import CycleTimeline
+from planner.model.engine import run as run_ops
 from planner.model.forward import needs
-from planner.model.lanes import run_lanes
 from planner.model.modes import model_of, simulate_schedule, step_us
 from planner.model.modes.late_gather import (
     LateGather,
     WindowSpan,
     by_need,
-    critical_ops,
     gathers_of,
-    lanes_of,
     of_stops,
+    ops_of,
 )
 from planner.model.modes.sharded import Sharded, flags_us
 from planner.model.problem import Problem
-from planner.model.taskgraph import graph_of_lanes, run_step
 from planner.passes import late_gather as late_gather_pass
 from planner.passes.late_gather import LateGathers, late_gathers
 from planner.report.figures import timeline_figure
@@ -137,7 +135,7 @@ def random_step(rng: np.random.Generator, count: int) -> tuple[Problem, Schedule
     {"compute": 1.1, "network": 1.1, "by_size": [[1000.0, 2.0, 1.5], [400000.0, 1.1, 1.2]]},
 ])  # fmt: skip
 def test_every_way_of_simulating_agrees(contention: dict[str, Any] | None) -> None:
-    """Sums, lanes and the graph of tasks; also where layers run in another order than gradients are ready."""
+    """The closed form and the engine; also where layers run in another order than gradients are ready."""
     rng = np.random.default_rng(1)
     for count in (2, 3, 5, 8, 12):
         problem, schedule = random_step(rng, count)
@@ -145,13 +143,9 @@ def test_every_way_of_simulating_agrees(contention: dict[str, Any] | None) -> No
         problem = make(problem.profile.to_document(), machines)
         expected_us = step_us(problem, schedule)
         assert simulate_schedule(problem, schedule).spans[-1].end_us == pytest.approx(2.0 * expected_us)
-        lanes = lanes_of(problem, schedule, 3)
-        ran = run_step(problem, graph_of_lanes(lanes, ("compute", "network")))
+        ran = run_ops(ops_of(problem, schedule, 3))
         assert ran.total_us == pytest.approx(3.0 * expected_us)
-        path = critical_ops(run_lanes(*lanes))
-        assert (
-            sum(lane[place].kind == "update" for lane, places in zip(lanes, path, strict=True) for place in places) == 3
-        )
+        assert sum(ran.ops[number].kind == "update" for number in ran.critical_path()) == 3
         assert sum(model_of(schedule).critical_path(problem, schedule).values()) == pytest.approx(1.0)
 
 

@@ -19,10 +19,11 @@ from planner.decide.pipeline import parse_passes, run_passes
 from planner.documents.estimate import scale_compute
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
+from planner.model.engine import run
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
 from planner.model.problem import Problem
-from planner.model.taskgraph import build_graph, run_graph
+from planner.model.step_ops import step_ops
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Progress
@@ -93,8 +94,7 @@ def test_only_the_update_is_shorter(contention: tuple[float, float] | None) -> N
         assert (before.update_us, after.update_us) == (100.0, 75.0)
         assert after.iteration_us == pytest.approx(step_us(step, shared))
         assert after.spans[:-1] == before.spans[:-1]
-        rates = {"compute": step.contention.compute, "network": step.contention.network}
-        assert max(run_graph(build_graph(step, shared), rates).end_us) == pytest.approx(after.iteration_us)
+        assert run(step_ops(step, shared)).total_us == pytest.approx(after.iteration_us)
 
 
 def test_an_update_never_takes_less_than_nothing() -> None:

@@ -21,11 +21,12 @@ from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.profile import Profile, parse_profile
 from planner.ir import Schedule
+from planner.model.engine import run
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded, exchange, gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem
-from planner.model.taskgraph import build_graph, run_graph
+from planner.model.step_ops import step_ops
 from planner.passes.shard_updates import ShardUpdates
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -90,10 +91,8 @@ def test_every_way_of_simulating_agrees(contention: tuple[float, float] | None) 
         schedule = replace(Schedule.from_boundaries(stops), mode=Sharded())
         expected_us = step_us(step, schedule)
         assert simulate_schedule(step, schedule).iteration_us == pytest.approx(expected_us)
-        rates = {"compute": step.contention.compute, "network": step.contention.network}
-        assert max(
-            run_graph(build_graph(step, schedule, exchange=exchange(step, schedule)), rates).end_us
-        ) == pytest.approx(expected_us)
+        ops = step_ops(step, schedule, exchange(step, schedule))
+        assert run(ops).total_us == pytest.approx(expected_us)
 
 
 def test_messages_in_a_step_are_late_as_all_reduces_are() -> None:
