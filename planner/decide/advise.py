@@ -10,12 +10,10 @@ from typing import Any
 from planner.cost import nccl
 from planner.cost.model import communication_cost
 from planner.cost.wire import ELEMENT_BYTES
-from planner.decide.defaults import ROOM
 from planner.decide.fsdp2 import PER_BLOCK, Setting, baselines_of, setting_of
-from planner.decide.optimize import name_of
 from planner.decide.strategies import make_schedule
-from planner.documents.accelerators import ACCELERATORS, find_accelerator, kind_of
-from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.accelerators import ACCELERATORS, ROOM, find_accelerator, kind_of
+from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.estimate import ComputeBasis, check_accelerators, scale_profile
 from planner.documents.profile import Cluster, ComputeEstimate, Profile
 from planner.documents.text import mib, ms

@@ -13,10 +13,8 @@ from typing import Literal
 from planner.cost.curve import CostCurve
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
 from planner.cost.phases import measured_curve
-from planner.decide.defaults import ROOM
-from planner.decide.optimize import name_of
-from planner.decide.sharded_step import check_memory
-from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.accelerators import ROOM, check_memory
+from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.profile import DTYPE_BYTES, Cluster, Profile
 from planner.documents.text import mib
 from planner.documents.units import Unit, Units, UnitWeight
