@@ -24,9 +24,9 @@ from benchmarks.marked import write_part
 from benchmarks.rehearsal import INTER_LATENCY_US, kendall
 from benchmarks.resumable import kept
 from planner.comparison.fsdp2 import PLAN
-from planner.decide.fsdp2 import MARGIN, PER_BLOCK, plan_for
+from planner.fsdp2.decide import MARGIN, PER_BLOCK, plan_for
+from planner.fsdp2.search import Wrappings, least_memory
 from planner.rehearse.fsdp2 import AskedUnits, make_asked_units, rehearse_units
-from planner.search.fsdp2 import Wrappings, least_memory
 
 DOCUMENT, RESULTS = Path("docs/results/fsdp2.md"), Path("benchmarks/results/fsdp2.jsonl")
 HOSTS = 8

@@ -17,12 +17,12 @@ from itertools import groupby
 from benchmarks.published.common import Comparison, model, predict_s, table
 from benchmarks.traces import in_dtype, with_step
 from planner.cost.model import resize
-from planner.decide.fsdp2 import units_of_gradients
 from planner.documents.accelerators import ACCELERATORS
 from planner.documents.catalog import find_cluster, find_profile
-from planner.model.fsdp2 import Leaf, Shape, Weight, shape_of
-from planner.model.fsdp2_costs import SLOWDOWN, message_costs
-from planner.model.fsdp2_step import Costs, simulate
+from planner.fsdp2.costs import SLOWDOWN, message_costs
+from planner.fsdp2.decide import units_of_gradients
+from planner.fsdp2.program import Leaf, Shape, Weight, shape_of
+from planner.fsdp2.simulator import Costs, simulate
 from planner.model.problem import make_problem
 from runtime.plan import FullyShardPlan
 

@@ -82,7 +82,7 @@ def optimize_fsdp2(
     profile: str, cluster: str | None, output: str, accuracy: Accuracy, max_memory_mib: float | None
 ) -> None:
     """Decide, save and print."""
-    from planner.decide.fsdp2 import optimize_fsdp2 as decide
+    from planner.fsdp2.decide import optimize_fsdp2 as decide
     from planner.report.files import check_writable
 
     check_writable(output, profile, cluster)

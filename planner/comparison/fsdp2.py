@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from planner.comparison.statistics import Interval, median_interval, ratio_interval, step_values, verdict
-from planner.decide.fsdp2 import Setting, baselines_of, make_setting
 from planner.documents.text import milliseconds
-from planner.model.fsdp2_step import simulate
+from planner.fsdp2.decide import Setting, baselines_of, make_setting
+from planner.fsdp2.simulator import simulate
 from runtime.errors import InputError
 from runtime.plan import FullyShardPlan, Plan
 

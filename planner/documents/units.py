@@ -1,6 +1,6 @@
 """profile.json's `units`: the modules of a model in the order of forward, with what each computes and keeps.
 
-What FSDP2 can gather together are groups of them; see `planner.model.fsdp2`.
+What FSDP2 can gather together are groups of them; see `planner.fsdp2.program`.
 """
 
 from __future__ import annotations

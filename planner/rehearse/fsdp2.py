@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planner.comparison.fsdp2 import Comparison, Taken, Variant, summarize
-from planner.decide.fsdp2 import Setting, units_of_gradients
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Link
 from planner.documents.text import mebibytes, milliseconds
 from planner.documents.units import Units
+from planner.fsdp2.decide import Setting, units_of_gradients
 from planner.model.problem import make_problem
 from planner.rehearse.rehearsal import OnHosts, hosts_of, late_note, on_emulated_hosts
 from planner.rehearse.scale import Scale, links_of

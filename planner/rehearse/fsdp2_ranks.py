@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from planner.comparison.fsdp2 import WARM_UP, Taken, Variant, take_turns, variants_of, weight_differences
-from planner.decide.fsdp2 import Setting, plan_for
-from planner.model.fsdp2 import host_program, shape_of
-from planner.model.fsdp2_step import simulate
+from planner.fsdp2.decide import Setting, plan_for
+from planner.fsdp2.program import host_program, shape_of
+from planner.fsdp2.search import Ahead, groupable_units, with_ahead
+from planner.fsdp2.simulator import simulate
 from planner.profile.links import LIBRARY_GATHER, LIBRARY_SCATTER, SMALLEST_BYTES, measure_links, timed_us
 from planner.profile.progress import Progress
 from planner.profile.step import joined
@@ -33,7 +34,6 @@ from planner.rehearse.ranks import (
 )
 from planner.rehearse.scale import Scale
 from planner.rehearse.units import UnitsModel
-from planner.search.fsdp2 import Ahead, groupable_units, with_ahead
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.fully_sharded.hosts import overlap_on_hosts

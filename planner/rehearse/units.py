@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.documents.units import Unit, Units, UnitWeight
-from planner.model.fsdp2 import first_leaf, shape_of
+from planner.fsdp2.program import first_leaf, shape_of
 from planner.rehearse.accelerator import SEED, Accelerator
 from runtime.plan.fully_sharded import contains
 from runtime.torch_compat import is_sharded

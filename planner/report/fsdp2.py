@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from planner.decide.fsdp2 import wrapping_rows
 from planner.documents.text import SENTENCE_CHARACTERS, mebibytes, milliseconds, pluralize, sanitize
+from planner.fsdp2.decide import wrapping_rows
 from planner.report.tables import certificate_text, make_table, print_table
 from runtime.plan import FullyShardPlan, Plan
 

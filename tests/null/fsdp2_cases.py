@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from planner.model.fsdp2 import Leaf, Shape, Weight
-from planner.model.fsdp2_step import Costs
+from planner.fsdp2.program import Leaf, Shape, Weight
+from planner.fsdp2.simulator import Costs
 
 ROWS = 100
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import planner
 from planner.documents.units import Units
-from planner.model.fsdp2 import host_program, shape_of
+from planner.fsdp2.program import host_program, shape_of
 from planner.profile.units import LiveBytes, candidate_units, measure_units
 from runtime.comm.world import World
 from runtime.fully_sharded.hosts import overlap_on_hosts

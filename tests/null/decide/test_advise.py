@@ -10,11 +10,11 @@ from builders import run, run_json, usual_cluster, usual_profile
 
 from planner.decide.advise import WORTH_ASKING, advise
 from planner.decide.at_scale import sweep
-from planner.decide.fsdp2 import PER_BLOCK, optimize_fsdp2
 from planner.documents.accelerators import find_accelerator, kind_of, speed_ratio
 from planner.documents.catalog import find_cluster, find_profile, names
 from planner.documents.estimate import check_accelerators, compute_basis, on_accelerator
 from planner.documents.profile import Cluster, Profile
+from planner.fsdp2.decide import PER_BLOCK, optimize_fsdp2
 from planner.model.problem import make_problem
 from planner.report.tables import advice_lines
 from runtime.errors import InputError

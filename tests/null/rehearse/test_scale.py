@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.decide.fsdp2 import baselines_of
 from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.machines import describe_nccl
-from planner.model.fsdp2 import shape_of
-from planner.model.fsdp2_step import simulate
+from planner.fsdp2.decide import baselines_of
+from planner.fsdp2.program import shape_of
+from planner.fsdp2.simulator import simulate
 from planner.model.modes import model_of
 from planner.model.problem import make_problem
 from planner.rehearse.fsdp2 import make_asked_units

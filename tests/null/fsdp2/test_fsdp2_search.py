@@ -11,9 +11,9 @@ from fsdp2_cases import chain_of, even, fixed_costs, lines, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model.fsdp2 import Shape
-from planner.model.fsdp2_step import Costs, Executor
-from planner.search.fsdp2 import Choice, Wrappings, groupable_units, least_memory, lower_bound_us, search
+from planner.fsdp2.program import Shape
+from planner.fsdp2.search import Choice, Wrappings, groupable_units, least_memory, lower_bound_us, search
+from planner.fsdp2.simulator import Costs, Executor
 
 
 def every_choice(wrappings: Wrappings) -> Iterator[Choice]:

@@ -19,13 +19,13 @@ from planner.documents.profile import DTYPE_BYTES, Cluster, Profile
 from planner.documents.text import mib
 from planner.documents.units import Unit, Units, UnitWeight
 from planner.emit.sources import describe_sources
+from planner.fsdp2.costs import SLOWDOWN, message_costs
+from planner.fsdp2.program import FORWARD, GATHER, REDUCE, Shape, shape_of
+from planner.fsdp2.search import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
+from planner.fsdp2.simulator import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
 from planner.ir import ACCURACIES
-from planner.model.fsdp2 import FORWARD, GATHER, REDUCE, Shape, shape_of
-from planner.model.fsdp2_costs import SLOWDOWN, message_costs
-from planner.model.fsdp2_step import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
 from planner.model.problem import Problem, make_problem
 from planner.passes.base import GAIN
-from planner.search.fsdp2 import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
 from runtime.errors import InputError
 from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
 from runtime.plan.fully_sharded import ROOT, MemoryPoint

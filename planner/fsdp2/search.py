@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from planner.model.fsdp2 import GATHER, SCATTER, Shape, host_program
-from planner.model.fsdp2_step import Costs, Executor, Step, simulate
+from planner.fsdp2.program import GATHER, SCATTER, Shape, host_program
+from planner.fsdp2.simulator import Costs, Executor, Step, simulate
 from runtime.plan import FullyShardPlan
 from runtime.plan.fully_sharded import ROOT, contains
 

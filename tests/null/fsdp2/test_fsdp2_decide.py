@@ -10,8 +10,8 @@ import pytest
 from builders import cluster_document, profile_document, two_nodes, write
 
 from planner.cli.app import main
-from planner.decide.fsdp2 import optimize_fsdp2
 from planner.documents.profile import parse_profile
+from planner.fsdp2.decide import optimize_fsdp2
 from runtime.errors import InputError
 from runtime.plan import load_plan, parse_plan
 

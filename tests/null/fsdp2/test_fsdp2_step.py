@@ -10,8 +10,8 @@ from fsdp2_cases import ROWS, chain_of, even, fixed_costs, lines, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.model.fsdp2 import Shape, host_program
-from planner.model.fsdp2_step import NETWORK, Costs, Executor, simulate
+from planner.fsdp2.program import Shape, host_program
+from planner.fsdp2.simulator import NETWORK, Costs, Executor, simulate
 from runtime.plan import FullyShardPlan
 
 EACH = FullyShardPlan(groups=(("u0",), ("u1",), ("u2",)))

@@ -11,7 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.model.fsdp2 import BACKWARD, FORWARD, GATHER, RECYCLE, REDUCE, SCATTER, WAIT, Program, Shape, host_program
+from planner.fsdp2.program import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    RECYCLE,
+    REDUCE,
+    SCATTER,
+    WAIT,
+    Program,
+    Shape,
+    host_program,
+)
 from planner.model.lanes import Lane, Op, run_lanes
 from runtime.plan import FullyShardPlan
 
