@@ -49,6 +49,11 @@ class UnitWeight(Record):
     def numel(self) -> int:
         return prod(self.shape)
 
+    def padded_numel(self, ranks: int) -> int:
+        """Return the elements with the rows, its first dimension, that make every rank's part equally large."""
+        rows = self.shape[0]
+        return -(-rows // ranks) * ranks * (self.numel // max(1, rows))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Units(Record):

@@ -20,7 +20,7 @@ from planner.documents.text import mib
 from planner.documents.units import Unit, Units, UnitWeight
 from planner.emit.sources import describe_sources
 from planner.fsdp2.costs import SLOWDOWN, message_costs
-from planner.fsdp2.program import FORWARD, GATHER, REDUCE, Shape, shape_of
+from planner.fsdp2.program import FORWARD, GATHER, REDUCE, Shape
 from planner.fsdp2.search import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
 from planner.fsdp2.simulator import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
 from planner.ir import ACCURACIES
@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def shape(self) -> Shape:
-        shape = shape_of(self.units, self.ranks)
+        shape = Shape.of(self.units, self.ranks)
         return replace(shape, reduce_bytes=DTYPE_BYTES[NARROW]) if self.narrow else shape
 
     def costs(self, shard_ranks: int | None) -> Costs:

@@ -139,8 +139,8 @@ class Wrappings:
 
 def groupable_units(shape: Shape) -> tuple[str, ...]:
     """Return the leaves that can be grouped: those with parameters, none of which another module has too."""
-    tied = {module for weight in shape.weights if len(weight.modules) > 1 for module in weight.modules}
-    own = [weight.modules[0] for weight in shape.weights]
+    tied = {module for weight in shape.units.weights if len(weight.modules) > 1 for module in weight.modules}
+    own = [weight.modules[0] for weight in shape.units.weights]
     return tuple(
         leaf.module
         for leaf in shape.leaves
@@ -364,7 +364,7 @@ def _small_partitions(wrappings: Wrappings) -> list[tuple[int, ...]]:
         return list(wrappings.partitions())
 
     parameters = [
-        sum(weight.trainable and _holds(unit, weight.modules[0]) for weight in wrappings.shape.weights)
+        sum(weight.trainable and _holds(unit, weight.modules[0]) for weight in wrappings.shape.units.weights)
         for unit in wrappings.units
     ]
     best = tuple(range(count))

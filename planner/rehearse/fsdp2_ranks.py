@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner.comparison.fsdp2 import WARM_UP, Taken, Variant, take_turns, variants_of, weight_differences
 from planner.fsdp2.decide import Setting, plan_for
-from planner.fsdp2.program import host_program, shape_of
+from planner.fsdp2.program import Shape, host_program
 from planner.fsdp2.search import Ahead, groupable_units, with_ahead
 from planner.fsdp2.simulator import simulate
 from planner.profile.links import LIBRARY_GATHER, LIBRARY_SCATTER, SMALLEST_BYTES, measure_links, timed_us
@@ -146,7 +146,7 @@ def _host_us(asked: AskedUnits, world: World, scale: Scale, setting: Setting) ->
         weights=tuple(replace(weight, shape=(world.ranks,)) for weight in asked.units.weights),
     )  # fmt: skip
     alone = with_ahead(
-        FullyShardPlan(groups=tuple((unit,) for unit in groupable_units(shape_of(light, world.ranks)))), Ahead(1)
+        FullyShardPlan(groups=tuple((unit,) for unit in groupable_units(Shape.of(light, world.ranks)))), Ahead(1)
     )
     plain, wrapped = (UnitsModel(light, world.rank, world.ranks, scale.dilate) for _ in range(2))
     plan = Plan(

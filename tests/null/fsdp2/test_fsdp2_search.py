@@ -114,7 +114,8 @@ def test_with_costly_starts_groups_are_merged_and_with_none_they_are_not() -> No
 
 def test_tied_units_are_the_roots() -> None:
     shape = even(4)
-    tied = replace(shape, weights=(*shape.weights, replace(shape.weights[0], modules=("u0", "u3"))))
+    weights = shape.units.weights
+    tied = replace(shape, units=replace(shape.units, weights=(*weights, replace(weights[0], modules=("u0", "u3")))))
     assert groupable_units(tied) == ("u1", "u2")
     found = search(Wrappings(tied, fixed_costs(10.0, 10.0), "hosts"))
     assert found is not None

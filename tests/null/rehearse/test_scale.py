@@ -10,7 +10,7 @@ from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.machines import describe_nccl
 from planner.fsdp2.decide import baselines_of
-from planner.fsdp2.program import shape_of
+from planner.fsdp2.program import Shape
 from planner.fsdp2.simulator import simulate
 from planner.model.modes import model_of
 from planner.model.problem import make_problem
@@ -57,7 +57,7 @@ def test_scaled_units_are_the_units_dilated_and_shrunk() -> None:
     )  # fmt: skip
     for plan in baselines_of(setting).values():
         step = simulate(setting.shape, plan, costs, "hosts")
-        scaled = simulate(shape_of(scale.units(asked.units), 4), plan, slow, "hosts")
+        scaled = simulate(Shape.of(scale.units(asked.units), 4), plan, slow, "hosts")
         assert scaled.iteration_us / scale.dilate == pytest.approx(step.iteration_us, rel=1e-3)
         assert scaled.peak_bytes * scale.shrink == pytest.approx(step.peak_bytes, rel=1e-3)
 
