@@ -21,7 +21,7 @@ from planner.documents.accelerators import ACCELERATORS
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.units import Unit, Units, UnitWeight
 from planner.fsdp2.costs import SLOWDOWN, message_costs
-from planner.fsdp2.decide import units_of_gradients
+from planner.fsdp2.inputs import units_of_gradients
 from planner.fsdp2.program import Shape
 from planner.fsdp2.simulator import Costs, simulate
 from planner.model.problem import make_problem

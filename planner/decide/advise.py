@@ -17,7 +17,7 @@ from planner.documents.estimate import ComputeBasis, check_accelerators, scale_p
 from planner.documents.profile import Cluster, ComputeEstimate, Profile
 from planner.documents.text import mib, ms
 from planner.documents.units import Units
-from planner.fsdp2.decide import PER_BLOCK, Setting, baselines_of, setting_of
+from planner.fsdp2.inputs import PER_BLOCK, Setting, baselines_of, setting_of
 from planner.fsdp2.simulator import Step, simulate
 from planner.model.compression import NARROWED
 from planner.model.modes import simulate_schedule

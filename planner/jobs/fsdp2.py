@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Profile
 from planner.jobs.training import KEPT_BATCHES, build, error_context, profile_rank, this_rank
-from planner.profile.links import LIBRARY_GATHER, LIBRARY_SCATTER, measure_links
+from planner.profile.links import measure_links
 from planner.profile.progress import Progress
 from planner.profile.request import LOGGER, Request, heard
 from planner.profile.step import deadline_s, joined
