@@ -11,7 +11,8 @@ from planner.comparison.variants import NO_COMMUNICATION, BucketVariant
 from planner.documents.profile import Profile
 from planner.emit.lower import lower, predict
 from planner.ir import Schedule
-from planner.jobs.training import build, profile_rank
+from planner.jobs.on_rank import profile_rank
+from planner.jobs.training import build
 from planner.model.problem import Problem, make_problem
 from planner.profile.progress import Progress
 from planner.profile.request import Request

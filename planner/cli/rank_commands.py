@@ -76,10 +76,9 @@ def profile(
     """Trace a job and measure its step and the links between ranks."""
     # What is wrong with options is said before torch is imported, which takes seconds.
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    sharded = for_fsdp2(parallel, {"--updaters": updaters, "--add-to": add_to, "--for": measure_for})
-    from planner.jobs.fsdp2 import profile_rank_fsdp2
+    wrapped = for_fsdp2(parallel, {"--updaters": updaters, "--add-to": add_to, "--for": measure_for})
     from planner.jobs.job import find_job
-    from planner.jobs.training import profile_rank
+    from planner.jobs.on_rank import profile_rank
     from planner.jobs.world import choose_device, is_first_rank, on_ranks
     from planner.passes.local_async import check_updaters
     from planner.profile.request import make_request
@@ -87,17 +86,14 @@ def profile(
 
     if updaters is not None:
         check_updaters(updaters, "--updaters")
-    request = make_request(measure_for, add_to, budget_s, updaters)
+    request = make_request(measure_for, add_to, budget_s, updaters, wrapped)
     if request.add_to is not None and ranks is None and emulate is None and not under_torchrun():
         world = request.add_to.world  # measured where that was
         where = replace(where, ranks=None if world.emulation else world.ranks, emulate=world.emulation)
     output = output or add_to or "profile.json"
     check_writable(output, find_job(job)[0])
-    begun = (job, choose_device(device), not Flags.as_json, timeout_s)
-    if sharded:
-        result = on_ranks(where, profile_rank_fsdp2, *begun, request)[0]
-    else:
-        result = on_ranks(where, profile_rank, *begun, updaters or 0, request)[0]
+    begun = (job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0, request)
+    result = on_ranks(where, profile_rank, *begun)[0]
     if not is_first_rank():
         return
     result.save(output)
@@ -126,7 +122,7 @@ def run(
         raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.jobs.job import find_job
-    from planner.jobs.training import train_rank
+    from planner.jobs.on_rank import train_rank
     from planner.jobs.world import choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 

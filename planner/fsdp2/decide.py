@@ -19,7 +19,7 @@ from planner.ir import ACCURACIES
 from planner.passes.base import GAIN
 from runtime.errors import InputError
 from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
-from runtime.plan.fully_sharded import ROOT, MemoryPoint
+from runtime.plan.fully_sharded import MemoryPoint
 from runtime.plan.predicted import Certificate, PredictedTask, Prediction
 
 FRONTIER = 12
@@ -244,18 +244,3 @@ def _notes(setting: Setting, found: Found, baselines: Mapping[str, Step], limit:
     if setting.executor == "hosts":
         notes.append("for hosts without accelerators, where messages go on beside computation by overlap_on_hosts")
     return notes
-
-
-def wrapping_rows(plan: FullyShardPlan) -> list[tuple[str, str, str, str]]:
-    """Return a row for each group: modules, after forward, fetched ahead in forward and in backward."""
-    rows = []
-    for group in (*plan.groups, (ROOT,)):
-        name = group[0]
-        reshard = plan.reshard_after_forward.get(name, name != ROOT)
-        after = "freed" if reshard is True else "kept" if reshard is False else f"kept in {reshard} parts"
-        modules = (group[0] or "the model itself") if len(group) == 1 else f"{group[0]} … {group[-1]} ({len(group)})"
-        rows.append((
-            modules, after, ", ".join(plan.forward_prefetch.get(name, ())),
-            ", ".join(plan.backward_prefetch.get(name, ())),
-        ))  # fmt: skip
-    return rows
