@@ -26,24 +26,10 @@ from planner.profile.delay import measure_delay
 from planner.profile.links import SMALLEST_BYTES, measure_apart, measure_links, parts_of
 from planner.profile.progress import Progress
 from planner.profile.selection import measure_encoding, measure_selection
+from planner.rehearse import ranks
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from planner.rehearse.asked import AskedPlan
-from planner.rehearse.ranks import (
-    BLOCK_STEPS,
-    CPU,
-    LEAST_BYTES,
-    LEAST_ROUNDS,
-    LINK_SHARE,
-    MOST_ROUNDS,
-    TIMEOUT_S,
-    Decided,
-    Rehearser,
-    Rounds,
-    Teller,
-    bare_steps_us,
-    first_decides,
-    unscaled,
-)
+from planner.rehearse.ranks import Decided, Rehearser, Rounds, Teller
 from planner.rehearse.scale import Scale, scaled_plan
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.topology import node_name
@@ -85,7 +71,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         assert isinstance(job.model, AcceleratedModel)
         self._model = job.model
         made = job.optimizer(job.model.parameters())
-        self._built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=CPU)
+        self._built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=ranks.CPU)
 
     @staticmethod
     def most_dilate(asked: AskedPlan, left_s: float) -> float:
@@ -103,7 +89,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         """See `Rehearser`."""
         own_us = self._own_us()
         cluster = self._measured_cluster()
-        return first_decides(self.world, lambda: self._decided(cluster, own_us), "deciding")
+        return self.first_decides(lambda: self._decided(cluster, own_us), "deciding")
 
     def _own_us(self) -> tuple[float, float]:
         """Return by how much a step without communication takes longer than the profile's, undilated: on a usual rank,
@@ -120,7 +106,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
             trained.step(trained.model, optimizer, next(number), in_ddp=False)
 
         with trained.restored(optimizer):
-            usual_us, last_us = bare_steps_us(self.world, step, WARM_UP_STEPS, "steps without communication")
+            usual_us, last_us = self.bare_steps_us(step, WARM_UP_STEPS, "steps without communication")
         usual_us = max(0.0, usual_us - asked_us)
         return usual_us / self.scale.dilate, max(usual_us, last_us - asked_us) / self.scale.dilate
 
@@ -134,28 +120,32 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
         two_links = asked.cluster.ranks_per_node > 1
         # Inside hosts messages take little time.
-        each_s = LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1 + len(BETWEEN) * two_links)
-        smallest_bytes = max(LEAST_BYTES, round(SMALLEST_BYTES / scale.shrink))
-        times = measure_links(world, CPU, size_bytes, progress, names, each_s, smallest_bytes)
+        each_s = ranks.LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1 + len(BETWEEN) * two_links)
+        smallest_bytes = max(ranks.LEAST_BYTES, round(SMALLEST_BYTES / scale.shrink))
+        times = measure_links(world, ranks.CPU, size_bytes, progress, names, each_s, smallest_bytes)
         samples = dict(times.samples)
         parts = parts_of(world.gather(node_name(), "counting hosts"))
         if parts is not None:
-            samples |= measure_apart(world, parts, CPU, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
+            samples |= measure_apart(world, parts, ranks.CPU, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
         # What these ranks take for it, which is more than a device would.
         computed: dict[str, Any] = {}
         packing: dict[tuple[str, str], tuple[Mapping[str, Line], Mapping[str, Line]]] = {}
         if lossy:
-            packing["sparsify", "unpack"] = measure_selection(world, CPU, size_bytes, progress, each_s, computes=False)
-            packing["encode", "decode"] = measure_encoding(world, CPU, size_bytes, progress, each_s / 2, computes=False)
+            packing["sparsify", "unpack"] = measure_selection(
+                world, ranks.CPU, size_bytes, progress, each_s, computes=False
+            )
+            packing["encode", "decode"] = measure_encoding(
+                world, ranks.CPU, size_bytes, progress, each_s / 2, computes=False
+            )
         for fields, both in packing.items():
             for field, lines in zip(fields, both, strict=True):
                 computed[field] = {name: _unscaled_line(line, scale) for name, line in lines.items()}
         if self._riskiest == "relaxed":
-            found_lines = measure_delay(world, CPU, [scale.numel(each.numel) for each in gradients], progress)
+            found_lines = measure_delay(world, ranks.CPU, [scale.numel(each.numel) for each in gradients], progress)
             computed |= {field: _unscaled_line(line, scale) for field, line in found_lines.items()}
         return replace(
-            asked.cluster, **computed, intra=None, inter=None, samples=unscaled(samples, scale),
-            back_to_back=unscaled(times.back_to_back, scale), collectives=None,
+            asked.cluster, **computed, intra=None, inter=None, samples=self.unscaled(samples),
+            back_to_back=self.unscaled(times.back_to_back), collectives=None,
             contention=None, measured_for=None, emulated="namespaces",
         )  # fmt: skip
 
@@ -198,7 +188,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         """See `Rehearser`."""
         world, variants, dilate = self.world, decided.variants, self.scale.dilate
         caps = [one for one in decided.caps if one[0] in rounds.caps]
-        slow = f", {LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
+        slow = f", {ranks.LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
         self.say(
             f"{len(variants)} variants and {len(caps)} bucket sizes of DDP: {rounds.count} rounds of {rounds.steps} "
             f"steps each{slow}"
@@ -219,7 +209,7 @@ class RehearsalRunner(VariantRunner):
     """Blocks of variants on an accelerator that is waited for, and what did not fit under its waits."""
 
     def __init__(self, trained: TrainedJob, world: World, scale: Scale, device: Accelerator) -> None:
-        super().__init__(trained, world, TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
+        super().__init__(trained, world, ranks.TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
         self._accelerator = device
         self._late_us: dict[str, list[float]] = {}
 
@@ -328,7 +318,7 @@ class Blocks:
     @property
     def least_s(self) -> float:
         """What the fewest rounds take, and its messages alone."""
-        return self.alone_s + self.step_s * LEAST_ROUNDS * self.steps
+        return self.alone_s + self.step_s * ranks.LEAST_ROUNDS * self.steps
 
     @property
     def alone_s(self) -> float:
@@ -368,7 +358,7 @@ def _rounds(
         InputError: not even the fewest rounds do; says how many minutes would.
     """
     # Steps that are slow even undilated: fewer of each block.
-    for steps in range(BLOCK_STEPS, 0, -1):
+    for steps in range(ranks.BLOCK_STEPS, 0, -1):
         blocks = _blocks(variants, steps, dilate)
         least_s = sum(each.least_s for each in blocks)
         if least_s <= left_s:
@@ -395,7 +385,7 @@ def _rounds(
     left_s -= least_s + swept_s(most)
     round_s = sum(each.round_s for each in blocks) + (ddp.round_s if most else 0.0)
     return Rounds(
-        count=min(MOST_ROUNDS, LEAST_ROUNDS + int(left_s / round_s)),
+        count=min(ranks.MOST_ROUNDS, ranks.LEAST_ROUNDS + int(left_s / round_s)),
         steps=steps,
         brief=tuple(each.name for each in blocks if each.brief),
         caps=frozenset(cap for cap, _ in by_prediction[:most]),

@@ -120,6 +120,40 @@ class Rehearser(ABC, Generic[A, V]):
     def measure(self, decided: Decided[V], rounds: Rounds, started_s: float) -> tuple[Measured, dict[str, Any]]:
         """Measure all variants; return that, dilated, and figures by name and variant, undilated."""
 
+    def first_decides(self, decide: Callable[[], T], what: str) -> T:
+        """Return what the first rank decides, so that ranks whose libraries round otherwise cannot come to different
+        plans; every rank calls it. Raises InputError on all ranks where the first does.
+        """
+        mine: T | InputError | None = None
+        if self.world.rank == 0:
+            try:
+                mine = decide()
+            except InputError as error:
+                mine = error
+        found: T | InputError = self.world.gather(mine, what)[0]
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+    def bare_steps_us(self, step: Callable[[], object], warm_up: int, what: str) -> tuple[float, float]:
+        """Return how long a step takes, dilated: on a usual rank, and on the last one, for whom those wait that
+        communicate; every rank calls it.
+        """
+        mine = []
+        for _ in range(warm_up + OWN_STEPS):
+            dist.barrier(group=self.world.group)
+            mine.append(timed_us(step, CPU))
+        everyone: list[list[float]] = self.world.gather(mine[warm_up:], what)
+        last_us = statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
+        return statistics.median(chain(*everyone)), last_us
+
+    def unscaled(self, curves: Mapping[str, Curve]) -> dict[str, Curve]:
+        """Return curves as the cluster itself would have them."""
+        dilate, shrink = self.scale.dilate, self.scale.shrink
+        return {
+            name: tuple((size * shrink, time_us / dilate) for size, time_us in curve) for name, curve in curves.items()
+        }
+
 
 def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, show_progress: bool) -> Rehearsed:
     """Rehearse on this rank; every rank calls it. `started_s`: wall-clock seconds when the command began."""
@@ -128,7 +162,9 @@ def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, sho
         scale = begin(world, asked, say, lambda: kind.most_dilate(asked, asked.left_s(started_s)), kind.COPIES)
         rehearser = kind(asked, world, scale, Progress(show_progress and world.rank == 0), say)
         decided = rehearser.decide()
-        rounds = first_decides(world, lambda: rehearser.rounds(decided, asked.left_s(started_s)), "agreeing on rounds")
+        rounds = rehearser.first_decides(
+            lambda: rehearser.rounds(decided, asked.left_s(started_s)), "agreeing on rounds"
+        )
         measured, figures = rehearser.measure(decided, rounds, started_s)
         for record in measured.records:
             record.step_us = [[step_us / scale.dilate for step_us in block] for block in record.step_us]
@@ -137,35 +173,6 @@ def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, sho
             scale=scale, measured=replace(measured, backward_us=measured.backward_us / scale.dilate),
             figures={"from_constants_us": decided.from_constants_us, **figures}, bounds=decided.bounds,
         )  # fmt: skip
-
-
-def first_decides(world: World, decide: Callable[[], T], what: str) -> T:
-    """Return what the first rank decides, so that ranks whose libraries round otherwise cannot come to different plans;
-    every rank calls it. Raises InputError on all ranks where the first does.
-    """
-    mine: T | InputError | None = None
-    if world.rank == 0:
-        try:
-            mine = decide()
-        except InputError as error:
-            mine = error
-    found: T | InputError = world.gather(mine, what)[0]
-    if isinstance(found, InputError):
-        raise found
-    return found
-
-
-def bare_steps_us(world: World, step: Callable[[], object], warm_up: int, what: str) -> tuple[float, float]:
-    """Return how long a step takes, on a usual rank, and on the last one, for whom those wait that communicate; every
-    rank calls it.
-    """
-    mine = []
-    for _ in range(warm_up + OWN_STEPS):
-        dist.barrier(group=world.group)
-        mine.append(timed_us(step, CPU))
-    everyone: list[list[float]] = world.gather(mine[warm_up:], what)
-    last_us = statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
-    return statistics.median(chain(*everyone)), last_us
 
 
 def begin(world: World, asked: Asked, say: Teller, most_dilate: Callable[[], float], copies: float) -> Scale:
@@ -277,11 +284,3 @@ def shape_links(world: World, links: Links, scale: Scale) -> None:
     problems = [one for one in world.gather(problem, "shaping links") if one]
     if problems:
         raise EnvironmentFailure(f"the links of the emulated hosts cannot be held to their rates: {problems[0]}")
-
-
-def unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
-    """Return curves as the cluster itself would have them."""
-    return {
-        name: tuple((size * scale.shrink, time_us / scale.dilate) for size, time_us in curve)
-        for name, curve in curves.items()
-    }

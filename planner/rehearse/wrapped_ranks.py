@@ -17,23 +17,9 @@ from planner.fsdp2.search import Ahead, groupable_units, with_ahead
 from planner.fsdp2.simulator import simulate
 from planner.profile.links import SMALLEST_BYTES, measure_links
 from planner.profile.units import LiveBytes
+from planner.rehearse import ranks
 from planner.rehearse.asked import AskedWrappings
-from planner.rehearse.ranks import (
-    BLOCK_STEPS,
-    CPU,
-    LEAST_BYTES,
-    LEAST_ROUNDS,
-    LINK_SHARE,
-    MOST_ROUNDS,
-    OWN_STEPS,
-    TIMEOUT_S,
-    Decided,
-    Rehearser,
-    Rounds,
-    bare_steps_us,
-    first_decides,
-    unscaled,
-)
+from planner.rehearse.ranks import Decided, Rehearser, Rounds
 from planner.rehearse.units_model import UnitsModel
 from runtime.errors import InputError
 from runtime.plan import FullyShardPlan, ModelReference, Plan, PlanWorld
@@ -59,8 +45,8 @@ class WrappingRehearser(Rehearser[AskedWrappings, Wrapping]):
         assert chosen is not None
         step_us = sum(_predicted(setting, wrappings_of(setting, chosen)).values())
         computed_us = sum(unit.forward_us + unit.backward_us for unit in asked.units.units)
-        fewest_us = step_us * (FIRST_STEPS + LEAST_ROUNDS * (WARM_UP_STEPS + BLOCK_STEPS))
-        fewest_us += (1 + OWN_STEPS) * computed_us
+        fewest_us = step_us * (FIRST_STEPS + ranks.LEAST_ROUNDS * (WARM_UP_STEPS + ranks.BLOCK_STEPS))
+        fewest_us += (1 + ranks.OWN_STEPS) * computed_us
         return float(max(1.0, ROUNDS_SHARE * left_s * 1e6 / fewest_us))
 
     def decide(self) -> Decided[Wrapping]:
@@ -70,23 +56,23 @@ class WrappingRehearser(Rehearser[AskedWrappings, Wrapping]):
         numel = sum(weight.numel for weight in asked.units.weights)
         size_bytes = round(numel * asked.units.element_bytes / scale.shrink)
         names = (LIBRARY_GATHER, LIBRARY_SCATTER)
-        each_s = LINK_SHARE * asked.minutes * 60.0 / len(names)
-        smallest_bytes = max(LEAST_BYTES * world.ranks, round(SMALLEST_BYTES / scale.shrink))
-        times = measure_links(world, CPU, size_bytes, self.progress, names, each_s, smallest_bytes)
-        setting = asked.setting(asked.flat(samples=unscaled(times.samples, scale)))
+        each_s = ranks.LINK_SHARE * asked.minutes * 60.0 / len(names)
+        smallest_bytes = max(ranks.LEAST_BYTES * world.ranks, round(SMALLEST_BYTES / scale.shrink))
+        times = measure_links(world, ranks.CPU, size_bytes, self.progress, names, each_s, smallest_bytes)
+        setting = asked.setting(asked.flat(samples=self.unscaled(times.samples)))
         # Each rank updates a part, and each has what is its own.
         units = replace(asked.units, update_us=asked.units.update_us + own_us * world.ranks)
         setting = replace(setting, units=units, host_us=self._host_us(setting))
-        return first_decides(world, lambda: self._decided(setting), "deciding")
+        return self.first_decides(lambda: self._decided(setting), "deciding")
 
     def _own_us(self) -> float:
         """Return by how much a step of the plain model takes longer than its units and its update, undilated, on the
         last rank, for whom the others wait. What is compared is not looked at.
         """
-        units, ranks = self.scale.units(self.asked.units), self.world.ranks
-        model = UnitsModel(units, self.world.rank, ranks, self.scale.dilate)
-        asked_us = sum(unit.forward_us + unit.backward_us for unit in units.units) + units.update_us / ranks
-        both_us = bare_steps_us(self.world, model.step, 1, "steps without communication")
+        units, world = self.scale.units(self.asked.units), self.world
+        model = UnitsModel(units, world.rank, world.ranks, self.scale.dilate)
+        asked_us = sum(unit.forward_us + unit.backward_us for unit in units.units) + units.update_us / world.ranks
+        both_us = self.bare_steps_us(model.step, 1, "steps without communication")
         return max(0.0, max(both_us) - asked_us) / self.scale.dilate
 
     def _host_us(self, setting: Setting) -> float:
@@ -114,7 +100,7 @@ class WrappingRehearser(Rehearser[AskedWrappings, Wrapping]):
         )  # fmt: skip
         _wrap(wrapped, plan, alone)
         lasting_us = [
-            bare_steps_us(world, model.step, FIRST_STEPS, "steps that compute nothing")[1] for model in (wrapped, plain)
+            self.bare_steps_us(model.step, FIRST_STEPS, "steps that compute nothing")[1] for model in (wrapped, plain)
         ]
         longer_us = (lasting_us[0] - lasting_us[1]) / scale.dilate
         weightless = replace(setting, units=light)
@@ -146,15 +132,15 @@ class WrappingRehearser(Rehearser[AskedWrappings, Wrapping]):
         minutes = self.asked.minutes
         step_s = self.scale.dilate * sum(one.predicted_us or 0.0 for one in decided.variants) / 1e6
         left_s -= FIRST_STEPS * step_s
-        round_s = (WARM_UP_STEPS + BLOCK_STEPS) * step_s
-        lacking_s = LEAST_ROUNDS * round_s - left_s
+        round_s = (WARM_UP_STEPS + ranks.BLOCK_STEPS) * step_s
+        lacking_s = ranks.LEAST_ROUNDS * round_s - left_s
         if lacking_s > 0.0:
             raise InputError(
                 f"--minutes {minutes:g}: a round of {len(decided.variants)} wrappings takes {round_s:.2g} s here, and "
-                f"{max(0.0, left_s):.0f} s are left for {LEAST_ROUNDS} of them; expected --minutes "
+                f"{max(0.0, left_s):.0f} s are left for {ranks.LEAST_ROUNDS} of them; expected --minutes "
                 f"{minutes + lacking_s / 60.0 + 0.5:.0f} or more, or --dilate less"
             )
-        return Rounds(count=min(MOST_ROUNDS, int(left_s / round_s)), steps=BLOCK_STEPS)
+        return Rounds(count=min(ranks.MOST_ROUNDS, int(left_s / round_s)), steps=ranks.BLOCK_STEPS)
 
     def measure(self, decided: Decided[Wrapping], rounds: Rounds, started_s: float) -> tuple[Measured, dict[str, Any]]:
         """See `Rehearser`."""
@@ -193,7 +179,7 @@ class WrappingRehearser(Rehearser[AskedWrappings, Wrapping]):
 
 def _wrap(model: UnitsModel, plan: Plan, spec: FullyShardPlan) -> None:
     """Wrap a model whose accelerator is told of messages that have come."""
-    overlap = wrap(model, plan, spec, TIMEOUT_S)
+    overlap = wrap(model, plan, spec, ranks.TIMEOUT_S)
     assert overlap is not None
     overlap.arrived = model.device.arrived
 
