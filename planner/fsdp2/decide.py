@@ -110,11 +110,9 @@ def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:
         needed = math.ceil(min(size for _, size in least) / (1.0 - MARGIN))
         raise InputError(_cannot(setting, asked, needed, max_memory_mib))
     wrappings, found = min(tried, key=lambda one: (one[1].step.iteration_us, one[1].step.peak_bytes))
-    baselines = {
-        name: simulate(setting.shape, plan, setting.costs(None), setting.executor)
-        for name, plan in baselines_of(setting).items()
-    }
-    for name, plan in baselines_of(setting).items():  # the root's part in them is of no wrapping that was searched
+    usual, costs = baselines_of(setting), setting.costs(None)
+    baselines = {name: simulate(setting.shape, plan, costs, setting.executor) for name, plan in usual.items()}
+    for name, plan in usual.items():  # the root's part in them is of no wrapping that was searched
         step = baselines[name]
         if step.iteration_us < found.step.iteration_us and (limit is None or step.peak_bytes <= limit):
             found = replace(found, plan=plan, step=step, exact=False, bound_us=min(found.bound_us, step.iteration_us))

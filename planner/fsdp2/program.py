@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from planner.documents.units import Unit, Units
 from runtime.plan import FullyShardPlan
-from runtime.plan.fully_sharded import ROOT, contains
+from runtime.plan.fully_sharded import ROOT
 
 GATHER, WAIT, FORWARD, BACKWARD, SCATTER, REDUCE, RECYCLE = (
     "all_gather", "wait", "forward", "backward", "reduce_scatter", "all_reduce", "recycle"
@@ -127,7 +127,6 @@ class _Group:
     backward_list: list[int]
     gathered_bytes: int = 0
     """Of its parameters, whole and padded."""
-    gradient_bytes: int = 0
     scattered_bytes: int = 0
     part_bytes: int = 0
     """Of this rank's reduced gradients."""
@@ -211,7 +210,6 @@ class _Host:
             parts += padded * element_bytes // shard
             if weight.trainable:
                 group.scattered_bytes += padded * shape.reduce_bytes
-                group.gradient_bytes += weight.numel * element_bytes
                 group.part_bytes += padded * element_bytes // shard
                 # Its gradient is there when the first leaf that has it, backward the last, has been computed.
                 leaf = first_leaf(shape, weight.modules)
@@ -415,12 +413,3 @@ def _above(module: str, known: Container[str]) -> str:
     """The innermost of known modules that a module is, or is a part of; the model itself where there is no other."""
     steps = module.split(".") if module else []
     return next((path for count in range(len(steps), 0, -1) if (path := ".".join(steps[:count])) in known), ROOT)
-
-
-def chain(names: Sequence[str]) -> list[str]:
-    """The names that are no parts of other ones, in order.
-
-    >>> chain(["a", "a.b", "c"])
-    ['a', 'c']
-    """
-    return [name for name in names if not any(contains(other, name) for other in names)]

@@ -70,8 +70,6 @@ class Found:
     """No wrapping of the class takes less."""
     exact: bool
     """Whether all were decided on."""
-    steps: int = 0
-    """Simulated."""
 
 
 def aheads_of(executor: Executor) -> tuple[Ahead, ...]:
@@ -185,9 +183,7 @@ def search(wrappings: Wrappings, limit_bytes: int | None = None, exact_units: in
     step = simulate(wrappings.shape, plan, wrappings.costs, wrappings.executor)
     proven = exact and not wrappings.costs.contended
     bound_us = step.iteration_us if proven else lower_bound_us(wrappings)
-    return Found(
-        plan=plan, step=step, bound_us=min(bound_us, step.iteration_us), exact=proven, steps=len(wrappings.known)
-    )
+    return Found(plan=plan, step=step, bound_us=min(bound_us, step.iteration_us), exact=proven)
 
 
 def _better(one: Point, other: Point | None) -> bool:
