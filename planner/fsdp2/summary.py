@@ -23,7 +23,7 @@ class Listing(NamedTuple):
 def wrapping_listings(plan: Plan, spec: FullyShardPlan, *, groups: bool) -> Iterator[Listing]:
     """Give the plan and what users have instead; with `groups` every group; and time over memory."""
     title = f"{sanitize(plan.model.name)}, {pluralize(plan.world.ranks, 'rank')}, FSDP2: predicted time of one step"
-    columns = ("wrapping", "groups", "step (ms)", "exposed (ms)", "step / plan")
+    columns: tuple[str, ...] = ("wrapping", "groups", "step (ms)", "exposed (ms)", "step / plan")
     yield Listing(title, columns, ("wrapping",), list(_summary_rows(plan, spec)))
     if groups:
         columns = ("group", "after forward", "fetched ahead in forward", "in backward")
