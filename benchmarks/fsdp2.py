@@ -23,10 +23,12 @@ from benchmarks.figures import Figures
 from benchmarks.marked import write_part
 from benchmarks.rehearsal import INTER_LATENCY_US, kendall
 from benchmarks.resumable import kept
-from planner.comparison.fsdp2 import PLAN
-from planner.decide.fsdp2 import MARGIN, PER_BLOCK, plan_for
-from planner.rehearse.fsdp2 import AskedUnits, make_asked_units, rehearse_units
-from planner.search.fsdp2 import Wrappings, least_memory
+from planner.comparison.variants import PLAN
+from planner.fsdp2.decide import MARGIN, plan_for
+from planner.fsdp2.inputs import PER_BLOCK
+from planner.fsdp2.search import Wrappings, least_memory
+from planner.rehearse.asked import AskedWrappings, make_asked_wrappings
+from planner.rehearse.rehearsal import rehearse
 
 DOCUMENT, RESULTS = Path("docs/results/fsdp2.md"), Path("benchmarks/results/fsdp2.jsonl")
 HOSTS = 8
@@ -51,7 +53,7 @@ class Cell:
         """Return the cell's name."""
         return f"{self.model}@{self.hosts}x1@{GBIT_PER_S[self.model]:g}gbit {self.level}"
 
-    def asked(self, minutes: float) -> AskedUnits:
+    def asked(self, minutes: float) -> AskedWrappings:
         """Return what is rehearsed, with its limit, which is set by the cluster's constants."""
         inter = {"alpha_us": INTER_LATENCY_US, "bandwidth": f"{GBIT_PER_S[self.model]:g}gbit"}
         with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +61,8 @@ class Cell:
             document = {"schema": "planner.cluster/1", "nodes": self.hosts, "inter": inter}
             file.write_text(json.dumps(document), encoding="utf-8")
 
-            def asked(max_memory_mib: float | None) -> AskedUnits:
-                return make_asked_units(
+            def asked(max_memory_mib: float | None) -> AskedWrappings:
+                return make_asked_wrappings(
                     self.model, str(file), None, max_memory_mib=max_memory_mib, minutes=minutes, dilate=None,
                     shrink=None,
                 )  # fmt: skip
@@ -100,7 +102,7 @@ def main() -> int:
 
 def measure(cell: Cell, minutes: float) -> dict[str, Any]:
     """Rehearse one cell; return what `planner rehearse --parallel fsdp2 --json` prints."""
-    return rehearse_units(cell.asked(minutes), show_progress=True).to_document()
+    return rehearse(cell.asked(minutes), show_progress=True).to_document()
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:

@@ -25,7 +25,8 @@ from benchmarks.figures import Figures
 from benchmarks.marked import write_part
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
-from planner.rehearse.rehearsal import Asked, make_asked, rehearse
+from planner.rehearse.asked import AskedPlan, make_asked
+from planner.rehearse.rehearsal import rehearse
 from runtime.plan.interfaces import LATE_GATHER
 
 DOCUMENT, RESULTS = Path("docs/results/rehearsal.md"), Path("benchmarks/results/rehearsal.jsonl")
@@ -130,7 +131,7 @@ def measure(cell: Cell, minutes: float, dilate: float | None = None, shrink: flo
     return rehearse(asked, show_progress=True).to_document()
 
 
-def asked_on(cluster: Mapping[str, Any], model: str, **options: Any) -> Asked:
+def asked_on(cluster: Mapping[str, Any], model: str, **options: Any) -> AskedPlan:
     """Return a rehearsal on machines of which a cluster.json says this; `options` as with `make_asked`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.json"

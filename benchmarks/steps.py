@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, VariantRunner
 from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import NO_COMMUNICATION, Variant
+from planner.comparison.variants import NO_COMMUNICATION, BucketVariant
 from planner.documents.profile import Profile
 from planner.emit.lower import lower, predict
 from planner.ir import Schedule
-from planner.jobs.training import build, profile_rank
+from planner.jobs.on_rank import profile_rank
+from planner.jobs.training import build
 from planner.model.problem import Problem, make_problem
 from planner.profile.progress import Progress
 from planner.profile.request import Request
@@ -49,8 +50,8 @@ def measure_rank(
     profile = profile_rank(job, device, show_progress=False, request=Request(accuracy=accuracy))
     problem = make_problem(profile)
     plans = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
-    bare = Variant(name=NO_COMMUNICATION, kind="no_communication")
-    variants = [bare, *(Variant(name=name, kind="plan", plan=plan) for name, plan in plans.items())]
+    bare = BucketVariant(name=NO_COMMUNICATION, kind="no_communication")
+    variants = [bare, *(BucketVariant(name=name, kind="plan", plan=plan) for name, plan in plans.items())]
     long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
     built = build(job, device)
     world = World.join(None, TIMEOUT_S)

@@ -17,7 +17,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ("torch._dynamo", "planner.jobs.launch", "planner.jobs.training")
+IMPORTED = ("torch._dynamo", "planner.jobs.launch", "planner.jobs.on_rank")
 """What most ranks import; torch imports the first for the first optimizer."""
 
 

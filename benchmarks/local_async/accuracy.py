@@ -12,7 +12,7 @@ from benchmarks.local_async.jobs import BATCH_SIZE, DEADLINE_S, MODELS, learner,
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.jobs.demo_job import test_accuracy
-from planner.jobs.training import profile_rank
+from planner.jobs.on_rank import profile_rank
 from planner.model.problem import make_problem
 from runtime.local_async import run_local_async
 from runtime.plan import Plan

@@ -17,12 +17,13 @@ from itertools import groupby
 from benchmarks.published.common import Comparison, model, predict_s, table
 from benchmarks.traces import in_dtype, with_step
 from planner.cost.model import resize
-from planner.decide.fsdp2 import units_of_gradients
 from planner.documents.accelerators import ACCELERATORS
 from planner.documents.catalog import find_cluster, find_profile
-from planner.model.fsdp2 import Leaf, Shape, Weight, shape_of
-from planner.model.fsdp2_costs import SLOWDOWN, message_costs
-from planner.model.fsdp2_step import Costs, simulate
+from planner.documents.units import Unit, Units, UnitWeight
+from planner.fsdp2.costs import SLOWDOWN, message_costs
+from planner.fsdp2.inputs import units_of_gradients
+from planner.fsdp2.program import Shape
+from planner.fsdp2.simulator import Costs, simulate
 from planner.model.problem import make_problem
 from runtime.plan import FullyShardPlan
 
@@ -60,15 +61,16 @@ def shape(line: Line, share: float) -> Shape:
     head_us = 2.0 * embedding * tokens / rate
     times = {"embedding": 0.0, **{f"layer{at}": layer_us for at in range(layers - 1)}, "head": layer_us + head_us}
     backward = 3.0 if line["checkpointing"] == "True" else 2.0  # blocks are then computed once more
-    return Shape(
-        leaves=tuple(
-            Leaf(module=name, forward_us=time_us, backward_us=backward * time_us) for name, time_us in times.items()
+    units = Units(
+        units=tuple(
+            Unit(module=name, forward_us=time_us, backward_us=backward * time_us) for name, time_us in times.items()
         ),
         weights=tuple(
-            Weight(modules=(name,), rows=embedding if name == "embedding" else weights) for name in times
+            UnitWeight(modules=(name,), shape=(embedding if name == "embedding" else weights,)) for name in times
         ),
-        element_bytes=2, reduce_bytes=2 if line["precision"] == "bf16" else 4, ranks=int(line["gpus"]),
+        element_bytes=2,
     )  # fmt: skip
+    return Shape(units, int(line["gpus"]), reduce_bytes=2 if line["precision"] == "bf16" else 4)
 
 
 def throughput(line: Line, share: float, slowdown: float = SLOWDOWN) -> float:
@@ -158,7 +160,7 @@ def torchtitan_rows() -> list[Comparison]:
                 replace(unit, forward_us=factor * unit.forward_us, backward_us=factor * unit.backward_us)
                 for unit in units.units
             )
-            found = replace(shape_of(replace(units, units=longer), int(run["gpus"])), reduce_bytes=4)
+            found = replace(Shape.of(replace(units, units=longer), int(run["gpus"])), reduce_bytes=4)
             costs = replace(_costs("dgx-h100", int(run["gpus"])), compute_factor=SLOWDOWN)
             step = simulate(found, plan, costs, bars=False)
             return int(run["local_batch"]) * int(run["sequence_length"]) / step.iteration_us * 1e6

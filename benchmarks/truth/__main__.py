@@ -20,8 +20,8 @@ from benchmarks.resumable import kept
 from benchmarks.truth.cells import Cell, Result, cell_rank, summarize
 from benchmarks.truth.report import cell_lines, plan_lines, summary, write_into
 from planner.documents.profile import Profile
+from planner.jobs.on_rank import profile_rank
 from planner.jobs.rank_options import RankOptions
-from planner.jobs.training import profile_rank
 from planner.jobs.world import on_ranks
 from planner.profile.request import Request
 

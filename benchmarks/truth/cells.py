@@ -19,7 +19,7 @@ from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
 from planner.emit.lower import predict
 from planner.ir import Schedule
-from planner.jobs.training import profile_rank
+from planner.jobs.on_rank import profile_rank
 from planner.model.problem import Problem, make_problem
 from planner.profile.request import Request
 from runtime.plan import Accuracy

@@ -10,14 +10,13 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.cli.cluster_commands import clusters
-from planner.cli.fsdp2_commands import Parallel, for_fsdp2, optimize_fsdp2
 from planner.cli.model_commands import models
 from planner.cli.options import (
     Allow,
@@ -28,11 +27,13 @@ from planner.cli.options import (
     MaxMemory,
     MaxRank,
     MaxRatio,
+    Parallel,
     ProfileName,
     Protect,
     Solver,
     SolverLimit,
     entries_beginning,
+    for_fsdp2,
     print_json,
     rate_option,
     strategies_beginning,
@@ -41,6 +42,9 @@ from planner.cli.rank_commands import compare, demo, profile, rehearse, run
 from planner.decide.defaults import DEFAULT_PASSES
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
+
+if TYPE_CHECKING:
+    from runtime.plan import Plan
 
 # Commands import what they need when they run: deciding must start in a fraction of a second, and without torch.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -103,13 +107,23 @@ def optimize(
         "--solver-limit": solver_limit, "--compress": compress, "--max-ratio": max_ratio, "--protect": protect,
         "--max-delay": max_delay,
     }  # fmt: skip
+    from planner.report.files import check_writable
+
     if for_fsdp2(parallel, others):
-        optimize_fsdp2(profile, cluster, output, accuracy, max_memory_mib)  # type: ignore[arg-type]
+        from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
+
+        check_writable(output, profile, cluster)
+        request = WrappingRequest(
+            profile=profile,
+            cluster=cluster,
+            accuracy=accuracy,  # type: ignore[arg-type]
+            max_memory_mib=max_memory_mib,
+        )
+        _write_plan(optimize_wrapping(request), output)
         return
     from planner.decide.optimize import optimize as decide
     from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES
-    from planner.report.files import check_writable
 
     check_writable(output, profile, cluster)
     if print_after is not None and print_after not in ("all", *PASSES):
@@ -137,20 +151,30 @@ def optimize(
     )
     if solver == "cpsat" and plan.sharded:
         typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
+
+    def lines() -> list[str]:
+        from planner.documents.catalog import find_cluster, find_profile
+        from planner.documents.profile import unmeasured
+        from planner.report.tables import accuracy_lines
+
+        machines = find_profile(profile).cluster if cluster is None else find_cluster(cluster)
+        return accuracy_lines(plan, unmeasured(machines, cluster or profile) if machines else None)
+
+    _write_plan(plan, output, lines)
+
+
+def _write_plan(plan: Plan, output: str, lines: Callable[[], list[str]] = list) -> None:
+    """Save a plan and print it, with further lines."""
     plan.save(output)
     if Flags.as_json:
         print_json(plan.to_document())
         return
-    from planner.documents.catalog import find_cluster, find_profile
-    from planner.documents.profile import unmeasured
-    from planner.report.tables import accuracy_lines, make_console, print_plan
+    from planner.report.tables import make_console, print_plan
 
     console = make_console()
     print_plan(plan, console, buckets=False)
-    machines = find_profile(profile).cluster if cluster is None else find_cluster(cluster)
-    for line in accuracy_lines(plan, unmeasured(machines, cluster or profile) if machines else None):
+    for line in (*lines(), f"wrote {output}; see `planner explain {output}`"):
         console.print(line, highlight=False)
-    console.print(f"wrote {output}; see `planner explain {output}`", highlight=False)
 
 
 @app.command()

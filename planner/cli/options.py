@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from planner.documents.text import spell_rate
+from runtime.errors import InputError
 
 
 def _spelled(parameter: typer.CallbackParam, value: str | None) -> str | None:
@@ -40,6 +42,11 @@ Emulate = Annotated[
 ]
 Job = Annotated[
     str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
+]
+FSDP2 = "fsdp2"
+Parallel = Annotated[
+    str | None,
+    typer.Option(help="fsdp2: for models whose weights are sharded by FSDP2 (planner.fully_shard)."),
 ]
 MAX_STEPS = 10**9
 """More steps than anybody waits for."""
@@ -144,6 +151,25 @@ class Flags:
 
     as_json = False
     verbose = False
+
+
+def for_fsdp2(parallel: str | None, others: Mapping[str, object] | None = None) -> bool:
+    """Return whether FSDP2 is asked for.
+
+    Args:
+        parallel: the option.
+        others: options by name that do not go with it, with their values where they were given.
+
+    Raises InputError: another way to train in parallel, or an option that does not go with this one.
+    """
+    if parallel is None:
+        return False
+    if parallel != FSDP2:
+        raise InputError(f"--parallel: found {parallel!r}, expected {FSDP2}, or nothing for gradients in buckets")
+    for name, value in (others or {}).items():
+        if value not in (None, False, ""):
+            raise InputError(f"{name}: found {value}, which is not built for --parallel fsdp2 yet; leave it out")
+    return True
 
 
 def print_json(value: Any) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.fsdp2_commands import Parallel, compare_fsdp2, for_fsdp2, rehearse_fsdp2
 from planner.cli.options import (
     MAX_STEPS,
     Allow,
@@ -23,9 +22,11 @@ from planner.cli.options import (
     Flags,
     Job,
     MaxMemory,
+    Parallel,
     ProfileName,
     Ranks,
     Timeout,
+    for_fsdp2,
     print_json,
     strategies_beginning,
 )
@@ -75,10 +76,9 @@ def profile(
     """Trace a job and measure its step and the links between ranks."""
     # What is wrong with options is said before torch is imported, which takes seconds.
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    sharded = for_fsdp2(parallel, {"--updaters": updaters, "--add-to": add_to, "--for": measure_for})
-    from planner.jobs.fsdp2 import profile_rank_fsdp2
+    wrapped = for_fsdp2(parallel, {"--updaters": updaters, "--add-to": add_to, "--for": measure_for})
     from planner.jobs.job import find_job
-    from planner.jobs.training import profile_rank
+    from planner.jobs.on_rank import profile_rank
     from planner.jobs.world import choose_device, is_first_rank, on_ranks
     from planner.passes.local_async import check_updaters
     from planner.profile.request import make_request
@@ -86,17 +86,14 @@ def profile(
 
     if updaters is not None:
         check_updaters(updaters, "--updaters")
-    request = make_request(measure_for, add_to, budget_s, updaters)
+    request = make_request(measure_for, add_to, budget_s, updaters, wrapped)
     if request.add_to is not None and ranks is None and emulate is None and not under_torchrun():
         world = request.add_to.world  # measured where that was
         where = replace(where, ranks=None if world.emulation else world.ranks, emulate=world.emulation)
     output = output or add_to or "profile.json"
     check_writable(output, find_job(job)[0])
-    begun = (job, choose_device(device), not Flags.as_json, timeout_s)
-    if sharded:
-        result = on_ranks(where, profile_rank_fsdp2, *begun, request)[0]
-    else:
-        result = on_ranks(where, profile_rank, *begun, updaters or 0, request)[0]
+    begun = (job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0, request)
+    result = on_ranks(where, profile_rank, *begun)[0]
     if not is_first_rank():
         return
     result.save(output)
@@ -125,7 +122,7 @@ def run(
         raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.jobs.job import find_job
-    from planner.jobs.training import train_rank
+    from planner.jobs.on_rank import train_rank
     from planner.jobs.world import choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
@@ -179,17 +176,16 @@ def compare(
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    if for_fsdp2(parallel, {"--strategy": strategy, "--html": html, "ARGUMENTS": arguments}):
-        from planner.comparison.script import check_rounds
-
-        compare_fsdp2(job, plan, profile, where, check_rounds(steps, rounds), steps, timeout_s or COMPARE_S)
-        return
+    wrapped = for_fsdp2(parallel, {"--strategy": strategy, "--html": html, "ARGUMENTS": arguments})
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
     from planner.comparison.report import comparison_table, failures, summarize
     from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
     from planner.comparison.variants import make_variants, sweep
+    from planner.comparison.wrapped import compare_rank_wrapped
+    from planner.comparison.wrappings import make_wrappings, summarize_wrappings
     from planner.documents.profile import load_profile
+    from planner.jobs.job import find_job
     from planner.jobs.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
     from planner.model.problem import make_problem
     from planner.report.files import check_writable
@@ -197,23 +193,29 @@ def compare(
     from runtime.plan import check_has_buckets, load_plan
     from runtime.plan.files import write_text
 
-    rounds = check_rounds(steps, rounds)
-    check_has_buckets(load_plan(plan), plan, "compare it with --parallel fsdp2")
-    file, script = find_trained(job, arguments or [])
-    if html is not None:
-        check_writable(html, file, plan, profile)
+    rounds, shown = check_rounds(steps, rounds), not Flags.as_json
     loaded = load_plan(plan)
-    measured_profile = None if profile is None else load_profile(profile)
-    problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
-    names = _items(strategy)
-    them, caps = make_variants(loaded, problem, names), sweep(loaded, problem)
     if ranks is None and emulate is None:
         where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
-    shown = not Flags.as_json
+    blocks = (rounds, steps // rounds)
+
+    def measure_wrapped() -> Comparison:
+        find_job(job)
+        wrappings = make_wrappings(loaded, plan, profile)
+        measured = (job, loaded, wrappings, *blocks, choose_device(device), shown, timeout_s or COMPARE_S)
+        return summarize_wrappings(on_ranks(where, compare_rank_wrapped, *measured))
 
     def measure() -> Comparison:
+        check_has_buckets(loaded, plan, "compare it with --parallel fsdp2")
+        file, script = find_trained(job, arguments or [])
+        if html is not None:
+            check_writable(html, file, plan, profile)
+        measured_profile = None if profile is None else load_profile(profile)
+        problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
+        names = _items(strategy)
+        them, caps = make_variants(loaded, problem, names), sweep(loaded, problem)
         if not script:
-            measured = (job, them, caps, rounds, steps // rounds, choose_device(device), shown, timeout_s)
+            measured = (job, them, caps, *blocks, choose_device(device), shown, timeout_s)
             return summarize(on_ranks(where, compare_rank, *measured))
         asked = Asked(
             plan=loaded, profile=measured_profile, strategies=tuple(names), steps=steps, rounds=rounds,
@@ -222,7 +224,7 @@ def compare(
         return on_ranks_of_script(where, script_rank, job, arguments or [], asked)[0]
 
     try:
-        comparison = measure()
+        comparison = measure_wrapped() if wrapped else measure()
     except PlanMismatch as error:
         raise PlanMismatch(f"{plan}: {error}") from error
     if not is_first_rank():
@@ -271,24 +273,32 @@ def rehearse(
         "--strategy": "" if strategy == STRATEGIES else strategy, "--accuracy": "" if accuracy == "exact" else accuracy,
         "--allow": allow, "--compress": compress, "--html": html,
     }  # fmt: skip
-    if for_fsdp2(parallel, others):
-        rehearse_fsdp2(profile, cluster, hosts, max_memory_mib, minutes, dilate, shrink, started_s)
-        return
-    if max_memory_mib is not None:
+    wrapped = for_fsdp2(parallel, others)
+    if max_memory_mib is not None and not wrapped:
         raise InputError(
             f"--max-memory-mib: found {max_memory_mib:g} without --parallel fsdp2, which it is for; add it"
         )
     from planner.decide.sharded_step import check_allow
-    from planner.rehearse.rehearsal import make_asked, rehearsal_table
-    from planner.rehearse.rehearsal import rehearse as rehearse_asked
+    from planner.rehearse.asked import Asked, make_asked, make_asked_wrappings
     from planner.report.files import check_writable
 
     if html is not None:
         check_writable(html, profile, cluster)
-    asked = make_asked(
-        profile, cluster, hosts, strategies=_items(strategy), accuracy=accuracy, allow=check_allow(_items(allow or "")),
-        minutes=minutes, dilate=dilate, shrink=shrink, compress=compress,
-    )  # fmt: skip
+    asked: Asked
+    if wrapped:
+        asked = make_asked_wrappings(
+            profile, cluster, hosts, max_memory_mib=max_memory_mib, minutes=minutes, dilate=dilate, shrink=shrink
+        )
+    else:
+        asked = make_asked(
+            profile, cluster, hosts, strategies=_items(strategy), accuracy=accuracy,
+            allow=check_allow(_items(allow or "")), compress=compress,
+            minutes=minutes, dilate=dilate, shrink=shrink,
+        )  # fmt: skip
+    # What is wrong with options is said before torch is imported.
+    from planner.rehearse.rehearsal import rehearsal_table
+    from planner.rehearse.rehearsal import rehearse as rehearse_asked
+
     found = rehearse_asked(asked, started_s=started_s, show_progress=not Flags.as_json)
     if html is not None:
         from planner.comparison.picture import picture_text

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import runtime
 from planner.comparison.same import Deviation, FirstStep
 from planner.comparison.trained import Trained, TrainedJob
-from planner.comparison.variants import DDP, PLAN, Variant, distinct_caps
+from planner.comparison.variants import DDP, PLAN, BucketVariant, Variant, distinct_caps
 from planner.jobs.training import SEED, attribute_user_errors, build
 from planner.profile.links import synchronize, timed_us
 from planner.profile.progress import Progress
@@ -36,6 +36,8 @@ from runtime.monitor.clock import make_clock
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.plan import Plan
 from runtime.session.session import Session
+
+V = TypeVar("V", bound=Variant)
 
 WARM_UP_STEPS = 3
 """Of each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""
@@ -67,10 +69,10 @@ class Sweep:
 
 
 @dataclass
-class Record:
+class Record(Generic[V]):
     """What one rank saw of one variant."""
 
-    variant: Variant
+    variant: V
     step_us: list[list[float]] = field(default_factory=list)
     """By round."""
     losses: list[list[float | None]] = field(default_factory=list)
@@ -83,20 +85,65 @@ class Record:
     """Why it could not be measured."""
     brief: bool = False
     """Its steps are so slow that it takes part in the fewest rounds, with one measured step, or cycle, in each."""
+    difference: float = 0.0
+    """The largest difference of a final weight from the first variant's, relative to its parameter's largest weight; of
+    wrappings, whose weights are not restored between blocks."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """Everything that one rank measured."""
 
-    records: list[Record]
-    backward_us: float
-    """Of the no-communication baseline; 0 where nothing called its forward."""
+    records: list[Record[Any]]
+    backward_us: float = 0.0
+    """Time of backward of the no-communication baseline; 0 where there is none, or nothing called its forward."""
     micro_batches: tuple[int, int] = (1, 1)
     """Of a step: their number, and how many of them exchange gradients."""
 
 
-class VariantRunner:
+class Runner(Generic[V]):
+    """Measures variants on this rank, in blocks of steps that are interleaved."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def block(self, record: Record[V], steps: int) -> None:
+        """Make this many measured steps of one variant; every rank calls it."""
+        raise NotImplementedError
+
+    def interleave(
+        self,
+        records: Sequence[Record[V]],
+        rounds: int,
+        steps: int,
+        progress: Progress,
+        what: str,
+        end_s: float = math.inf,
+    ) -> None:
+        """Make blocks of all variants that work; each round begins with another, so that none always follows one.
+
+        Args:
+            records: what gets the blocks.
+            rounds: each has one block in each.
+            steps: measured ones of a block.
+            progress: shows each round.
+            what: these rounds, in words.
+            end_s: by `time.time`, when to end: no round begins that would be late. Two are made anyhow.
+        """
+        longest_s = 0.0
+        for number in progress.track(range(rounds), what):
+            left_s = min(self.world.gather(end_s - time.time(), "looking at the clock"))
+            if number >= LEAST_ROUNDS and longest_s > left_s:
+                break
+            started_s, shift = time.perf_counter(), number % len(records)
+            for record in (*records[shift:], *records[:shift]):
+                progress.say(f"{what}: {record.variant.name}, round {number + 1} of {rounds}")
+                if record.failure is None and (number < LEAST_ROUNDS or not record.brief):
+                    self.block(record, 1 if record.brief else steps)
+            longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
+
+
+class VariantRunner(Runner[BucketVariant]):
     """One model on this rank, trained by one variant after the other, each block from the same state."""
 
     def __init__(
@@ -112,8 +159,9 @@ class VariantRunner:
             warm_up_steps: the first of each block, which do not count.
             shrink: how many times larger the bytes are that the model stands for; DDP's bucket sizes are of those.
         """
+        super().__init__(world)
         self._shrink = shrink
-        self.trained, self.world, self._timeout_s, self._warm_up_steps = trained, world, timeout_s, warm_up_steps
+        self.trained, self._timeout_s, self._warm_up_steps = trained, timeout_s, warm_up_steps
         self.model = trained.model
         self._device = next(self.model.parameters()).device
         self._generators = generators()
@@ -122,7 +170,7 @@ class VariantRunner:
         self._first_step = FirstStep(trainable_parameters(self.model))
         self.backward_us: list[float] = []
 
-    def block(self, record: Record, steps: int) -> None:
+    def block(self, record: Record[BucketVariant], steps: int) -> None:
         """Warm up and make so many steps of one variant, after which everything is as it was."""
         failure = None
         try:
@@ -136,7 +184,7 @@ class VariantRunner:
         failures = self.world.gather(failure, f"the end of a block of {record.variant.name}")
         record.failure = next(filter(None, failures), None)
 
-    def check(self, variants: Sequence[Variant]) -> None:
+    def check(self, variants: Sequence[BucketVariant]) -> None:
         """Attach each plan once, before anything is measured.
 
         Raises:
@@ -154,39 +202,14 @@ class VariantRunner:
                     raise
                 raise InputError(f"--strategy {variant.name}: {error}") from error
 
-    def warm_up(self, baseline: Variant) -> None:
+    def warm_up(self, baseline: BucketVariant) -> None:
         """Do what is slow only once; find out whether parameters go unused."""
         self.block(Record(baseline), 1)
         self._unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
-    def interleave(
-        self, records: Sequence[Record], rounds: int, steps: int, progress: Progress, what: str, end_s: float = math.inf
-    ) -> None:
-        """Make blocks of all that work; each round begins with another, so that none always follows the same one.
-
-        Args:
-            records: what gets the blocks.
-            rounds: each has one block in each.
-            steps: measured ones of a block.
-            progress: told of each round.
-            what: these rounds, in words.
-            end_s: by `time.time`, when to end: no round begins that would be late. Two are made anyhow.
-        """
-        longest_s = 0.0
-        for number in progress.track(range(rounds), what):
-            left_s = min(self.world.gather(end_s - time.time(), "looking at the clock"))
-            if number >= LEAST_ROUNDS and longest_s > left_s:
-                break
-            started_s, shift = time.perf_counter(), number % len(records)
-            for record in (*records[shift:], *records[:shift]):
-                progress.say(f"{what}: {record.variant.name}, round {number + 1} of {rounds}")
-                if record.failure is None and (number < LEAST_ROUNDS or not record.brief):
-                    self.block(record, 1 if record.brief else steps)
-            longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
-
     def measure(
-        self, records: list[Record], rounds: int, steps: int, progress: Progress, end_s: float = math.inf
+        self, records: list[Record[BucketVariant]], rounds: int, steps: int, progress: Progress, end_s: float = math.inf
     ) -> Measured:
         """Interleave blocks of all variants, then time their messages alone; fill and return the records."""
         self.interleave(records, rounds, steps, progress, "measuring", end_s)
@@ -198,11 +221,11 @@ class VariantRunner:
         backward_us = max(self.world.gather(backward_us, "the time of backward"))
         return Measured(records, backward_us, self._micro_batches)
 
-    def warm_up_steps(self, record: Record) -> int:
+    def warm_up_steps(self, record: Record[BucketVariant]) -> int:
         """Return the steps of a block that do not count."""
         return max(self._warm_up_steps, record.variant.least_warm_up)
 
-    def _block(self, record: Record, steps: int) -> None:
+    def _block(self, record: Record[BucketVariant], steps: int) -> None:
         variant, warm_up_steps = record.variant, self.warm_up_steps(record)
         times: list[float] = []
         losses: list[float | None] = []
@@ -231,7 +254,7 @@ class VariantRunner:
         record.losses.append(losses)
 
     @contextmanager
-    def _watched(self, variant: Variant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def _watched(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Without communication: note the time from forward to the optimizer's step, and if gradients are missing."""
         if variant.kind != "no_communication":
             yield
@@ -258,7 +281,7 @@ class VariantRunner:
             self.backward_us += [clock.between_us(*span) for span in spans]
 
     @contextmanager
-    def _communicating(self, variant: Variant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+    def _communicating(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
         """What to call in place of the model, while its gradients travel as the variant says."""
         if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
@@ -292,7 +315,7 @@ class VariantRunner:
             self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, guard=False
         )
 
-    def _wrap(self, variant: Variant) -> DistributedDataParallel:
+    def _wrap(self, variant: BucketVariant) -> DistributedDataParallel:
         if variant.hook == "powersgd" and self.world.backend == "gloo":
             # PowerSGD sends further messages when one has come. Over gloo those of several buckets go out in an order
             # that differs between ranks, which ends the process; so there is one bucket, or none of it.
@@ -329,8 +352,8 @@ class VariantRunner:
         return {"bucket_cap_mb_list": [limit / MIB / self._shrink for limit in (FIRST_BUCKET_BYTES, BUCKET_BYTES)]}
 
     def distinct(
-        self, caps: Sequence[tuple[float, Variant]], variants: Sequence[Variant]
-    ) -> list[tuple[float, Variant]]:
+        self, caps: Sequence[tuple[float, BucketVariant]], variants: Sequence[BucketVariant]
+    ) -> list[tuple[float, BucketVariant]]:
         """Return the bucket sizes that give other buckets of this model than DDP's default and those before them."""
         parameters = trainable_parameters(self.model)
         plan = next(one.plan for one in variants if one.name == PLAN)
@@ -368,8 +391,8 @@ class VariantRunner:
 
 def compare_rank(
     spec: str,
-    variants: Sequence[Variant],
-    caps: Sequence[tuple[float, Variant]],
+    variants: Sequence[BucketVariant],
+    caps: Sequence[tuple[float, BucketVariant]],
     rounds: int,
     steps: int,
     device: str,
@@ -405,8 +428,8 @@ def compare_rank(
 
 def measure_all(
     runner: VariantRunner,
-    variants: Sequence[Variant],
-    caps: Sequence[tuple[float, Variant]],
+    variants: Sequence[BucketVariant],
+    caps: Sequence[tuple[float, BucketVariant]],
     rounds: int,
     steps: int,
     progress: Progress,
@@ -421,7 +444,9 @@ def measure_all(
     runner.check(variants)
     runner.warm_up(variants[0])
     taking_part, default = list(variants), next(variant for variant in variants if variant.name == DDP)
-    rivals: dict[float | None, Record] = {cap: Record(variant) for cap, variant in runner.distinct(caps, variants)}
+    rivals: dict[float | None, Record[BucketVariant]] = {
+        cap: Record(variant) for cap, variant in runner.distinct(caps, variants)
+    }
     if rivals:
         tried = {None: Record(default), **rivals}
         runner.interleave(list(tried.values()), choice.rounds, choice.steps, progress, "DDP's best bucket size")
@@ -434,7 +459,7 @@ def measure_all(
     return runner.measure(records, rounds, steps, progress, end_s)
 
 
-def _fastest(world: World, tried: dict[float | None, Record]) -> list[float | None]:
+def _fastest(world: World, tried: dict[float | None, Record[BucketVariant]]) -> list[float | None]:
     """Return the bucket sizes by the mean over ranks of the median step, the same on every rank."""
     medians = {cap: statistics.median(chain.from_iterable(record.step_us)) for cap, record in tried.items()}
     everyone = world.gather(medians, "DDP's best bucket size")

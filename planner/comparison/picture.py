@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from planner.comparison.report import COLUMNS, Comparison, Row, failures
+from planner.comparison.report import AnyRow, Comparison, failures
 from planner.report.frame import figure, frame_text, paragraphs, table
 
 ROW_PX, AROUND_PX = 40, 110
@@ -22,12 +22,12 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
     told = [f"{line[:1].upper()}{line[1:]}." for line in (*comparison.differences, *comparison.verdicts)]
     figures = {"steps": _figure([row for row in comparison.rows if row.ci95_us is not None and row.equal_to is None])}
     words = ["A filled circle is the median step with its 95 % interval, an open diamond what was predicted."]
-    where = f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} interleaved rounds"
+    columns, where = comparison.rows[0].COLUMNS, comparison.heading
     drawn = figure("steps", figures, "Step of each way to train", words, f"{title}, {where}, measured {measured}.")
-    cells = [[escape(cell) for cell in row.cells()] for row in comparison.rows]
+    cells = [[escape(row.cells().get(column, "")) for column in columns] for row in comparison.rows]
     body = [
         paragraphs([*cause, *told]),
-        table("Ways to train, measured in interleaved blocks", COLUMNS, cells, texts=(0,)),
+        table("Ways to train, measured in interleaved blocks", columns, cells, texts=(0,)),
         paragraphs(failures(comparison)),
         f"<section>\n<h2>Measured and predicted</h2>\n{drawn}\n</section>",
     ]
@@ -39,7 +39,7 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
     return frame_text(f"{title}: measured in interleaved blocks", "\n".join(body), sources, figures)
 
 
-def _figure(rows: list[Row]) -> dict[str, Any]:
+def _figure(rows: list[AnyRow]) -> dict[str, Any]:
     """Return it in plotly's terms; the page gives the colours."""
     values = [(row.name, row.median_us, *row.ci95_us) for row in rows if row.median_us is not None and row.ci95_us]
     error = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.comparison.same import judge_training
-from planner.comparison.statistics import hidden_share, median_interval, ratio_interval, step_values, verdict
-from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN
+from planner.comparison.statistics import Interval, hidden_share, median_interval, ratio_interval, step_values, verdict
+from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
 from runtime.monitor.verdict import cause_of_error
 
@@ -21,13 +21,40 @@ if TYPE_CHECKING:
     from planner.comparison.measure import Measured
 
 
-COLUMNS = ("", "step (ms)", "95 % interval (ms)", "exposed (ms)", "hidden", "predicted (ms)", "error", "buckets")
+STEP, INTERVAL, PREDICTED, ERROR = "step (ms)", "95 % interval (ms)", "predicted (ms)", "error"
+
+
+def timing(variant: Variant, interval: Interval | None, predicted_us: float | None) -> dict[str, Any]:
+    """Return the fields that rows of every kind have."""
+    return {
+        "name": variant.name,
+        "median_us": interval.value if interval else None,
+        "ci95_us": (interval.low, interval.high) if interval else None,
+        "predicted_us": predicted_us,
+        "error": predicted_us / interval.value - 1.0 if predicted_us and interval else None,
+    }
+
+
+def timing_cells(row: AnyRow, to: str) -> dict[str, str]:
+    """Return the cells that rows of every kind have; `to` stands between the ends of an interval."""
+    return {
+        "": row.name,
+        STEP: milliseconds(row.median_us),
+        INTERVAL: to.join(map(milliseconds, row.ci95_us or ())),
+        PREDICTED: milliseconds(row.predicted_us),
+        ERROR: "" if row.error is None else f"{row.error:+.1%}",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant."""
+    """A variant with buckets, or without communication."""
 
+    COLUMNS: ClassVar[tuple[str, ...]] = ("", STEP, INTERVAL, "exposed (ms)", "hidden", PREDICTED, ERROR, "buckets")
+    LEFT: ClassVar[tuple[str, ...]] = ("",)
+    HEADING: ClassVar[str] = "{steps} steps each on {ranks} ranks, in {rounds} interleaved rounds"
+    place: ClassVar[float] = 0.0
+    """Tables have them in the order in which they were asked for."""
     name: str
     median_us: float | None
     ci95_us: tuple[float, float] | None
@@ -47,31 +74,59 @@ class Row:
     equal_to: str | None = None
     """Another row that this one is no better than: there is no bucket size that is faster than DDP's default."""
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, under `COLUMNS`."""
+    def cells(self) -> dict[str, str]:
+        """Return texts by column; a column may be absent."""
         if self.equal_to is not None:
-            return (BEST_DDP, f"equal to {self.equal_to}", *[""] * 6)
+            return {"": BEST_DDP, STEP: f"equal to {self.equal_to}"}
         if self.failure is not None or self.ci95_us is None:
-            return (self.name, "does not work here", *[""] * 6)
-        low, high = map(milliseconds, self.ci95_us)
+            return {"": self.name, STEP: "does not work here"}
         baseline = self.name == NO_COMMUNICATION
-        return (
-            self.name,
-            milliseconds(self.median_us),
-            f"{low} to {high}",
-            "" if baseline else milliseconds(self.exposed_us),
-            "" if self.hidden_share is None or baseline else f"{self.hidden_share:.0%}",
-            milliseconds(self.predicted_us),
-            "" if self.error is None else f"{self.error:+.1%}",
-            "" if self.buckets is None else str(self.buckets),
-        )
+        return timing_cells(self, " to ") | {
+            "exposed (ms)": "" if baseline else milliseconds(self.exposed_us),
+            "hidden": "" if self.hidden_share is None or baseline else f"{self.hidden_share:.0%}",
+            "buckets": "" if self.buckets is None else str(self.buckets),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrappingRow:
+    """A wrapping for FSDP2."""
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("", STEP, INTERVAL, PREDICTED, ERROR, "groups", "weights")
+    LEFT: ClassVar[tuple[str, ...]] = ("", "weights")
+    HEADING: ClassVar[str] = "FSDP2, {steps} steps each in {rounds} interleaved rounds"
+    failure: ClassVar[None] = None
+    equal_to: ClassVar[None] = None
+    name: str
+    median_us: float
+    ci95_us: tuple[float, float]
+    predicted_us: float | None
+    error: float | None
+    """predicted / measured − 1."""
+    groups: int
+    difference: float
+    """Difference of weights; 0: bit for bit those of a group for each block."""
+
+    @property
+    def place(self) -> float:
+        """Tables have the fastest first."""
+        return self.median_us
+
+    def cells(self) -> dict[str, str]:
+        """Return texts by column."""
+        same = "bit for bit" if self.difference == 0.0 else f"differ by {self.difference:.1g}"
+        return timing_cells(self, " – ") | {"groups": str(self.groups), "weights": same}
+
+
+AnyRow = Row | WrappingRow
+"""A dataclass, whose fields `--json` prints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """All of one run."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[AnyRow, ...]
     verdicts: tuple[str, ...]
     rounds: int
     steps: int
@@ -81,6 +136,11 @@ class Comparison:
     """Why predictions are off, where they are."""
     differences: tuple[str, ...] = ()
     """Of exact plans that do not train as DDP does: the comparison does not hold."""
+
+    @property
+    def heading(self) -> str:
+        """How often what was measured."""
+        return self.rows[0].HEADING.format(steps=self.steps, ranks=self.ranks, rounds=self.rounds)
 
     def to_document(self) -> list[dict[str, Any]]:
         """Return the records as plain JSON types."""
@@ -118,15 +178,11 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
             hidden = hidden_share(exposed_us, record.alone_us, first.backward_us)
         rows.append(
             Row(
-                name=variant.name,
-                median_us=interval.value if interval else None,
-                ci95_us=(interval.low, interval.high) if interval else None,
+                **timing(variant, interval, predicted_us),
                 exposed_us=exposed_us,
                 hidden_share=hidden,
-                predicted_us=predicted_us,
-                error=predicted_us / interval.value - 1.0 if predicted_us and interval else None,
                 alone_us=record.alone_us,
-                buckets=len(variant.plan.buckets) if variant.plan else None,
+                buckets=variant.parts,
                 failure=record.failure,
                 same_training=training.same.get(variant.name),
             )
@@ -175,7 +231,7 @@ def values_by_name(measured: Sequence[Measured]) -> dict[str, NDArray[np.float64
     for index, record in enumerate(measured[0].records):
         if record.failure is None:
             seen = np.array([rank.records[index].step_us for rank in measured])
-            values[record.variant.name] = step_values(seen, together=record.variant.kind != "no_communication")
+            values[record.variant.name] = step_values(seen, together=record.variant.together)
     return values
 
 
@@ -195,10 +251,11 @@ def comparison_table(comparison: Comparison) -> Table:
     """Make a table for the terminal."""
     from planner.report.tables import make_table
 
-    where = f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} interleaved rounds"
-    table = make_table(where, COLUMNS, left=("",))
-    for row in comparison.rows:
-        table.add_row(*row.cells())
+    kind = comparison.rows[0]
+    table = make_table(comparison.heading, kind.COLUMNS, left=kind.LEFT)
+    for row in sorted(comparison.rows, key=lambda row: row.place):
+        cells = row.cells()
+        table.add_row(*(cells.get(column, "") for column in row.COLUMNS))
     return table
 
 

@@ -1,4 +1,7 @@
-"""What is compared: no communication, DDP as its users tune it, named strategies and the plan. Never imports torch."""
+"""What is compared: no communication, DDP as its users tune it, named strategies and the plan. Never imports torch.
+
+Wrappings for FSDP2 are in `planner.comparison.wrappings`.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,33 @@ NO_COMMUNICATION, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train a job."""
+    """One way to train that is compared, whichever library executes it."""
 
     name: str
+    predicted_us: float | None = None
+    """Predicted time of a step, in microseconds."""
+
+    @property
+    def parts(self) -> int | None:
+        """The number of buckets or groups, where it is known."""
+        return None
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks wait for each other in each step."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketVariant(Variant):
+    """One way to train a job whose gradients are sent in buckets, or not at all."""
+
     kind: Literal["no_communication", "ddp", "plan"]
     cap_mib: float | None = None
     """DDP's `bucket_cap_mb`; None is its default."""
     hook: Hook | None = None
     plan: Plan | None = None
     """What is attached; for plain DDP its buckets, where they are known, so that they can be sent alone."""
-    predicted_us: float | None = None
     exact: bool = True
     """Whether its gradients are DDP's, so that its losses have to be."""
 
@@ -41,6 +61,16 @@ class Variant:
     def predicted(self) -> Prediction | None:
         """What its plan predicts."""
         return None if self.plan is None else self.plan.predicted
+
+    @property
+    def parts(self) -> int | None:
+        """See `Variant`."""
+        return None if self.plan is None else len(self.plan.buckets)
+
+    @property
+    def together(self) -> bool:
+        """See `Variant`."""
+        return self.kind != "no_communication"
 
     @property
     def plain_ddp(self) -> bool:
@@ -66,7 +96,7 @@ class Variant:
 
 def make_variants(
     plan: Plan, problem: Problem | None, strategies: Sequence[str], hooks: Sequence[Hook] = HOOKS
-) -> list[Variant]:
+) -> list[BucketVariant]:
     """Return all variants but DDP's best bucket size, which is found by measuring.
 
     Further strategies, by name, are made from the profile on its cluster (`problem`), where one was given.
@@ -91,9 +121,9 @@ def make_variants(
                 f"--profile: found a cluster of {problem.ranks} ranks, expected the plan's {plan.world.ranks}; give "
                 f"the profile that the plan was made from"
             )
-    baseline = Variant(name=NO_COMMUNICATION, kind="no_communication", predicted_us=_compute_us(plan))
+    baseline = BucketVariant(name=NO_COMMUNICATION, kind="no_communication", predicted_us=_compute_us(plan))
     found = [baseline, of_ddp(DDP, None, plan, problem)]
-    found += [Variant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in hooks]
+    found += [BucketVariant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in hooks]
     for name in strategies:
         assert problem is not None
         made = lower(problem, make_schedule(problem, name))
@@ -102,9 +132,9 @@ def make_variants(
     return [*found, _of_plan(PLAN, plan)]
 
 
-def _of_plan(name: str, plan: Plan) -> Variant:
+def _of_plan(name: str, plan: Plan) -> BucketVariant:
     predicted_us = plan.predicted.iteration_us if plan.predicted else None
-    return Variant(name=name, kind="plan", plan=plan, predicted_us=predicted_us, exact=plan.accuracy == "exact")
+    return BucketVariant(name=name, kind="plan", plan=plan, predicted_us=predicted_us, exact=plan.accuracy == "exact")
 
 
 def _refuse_updaters(option: str, plan: Plan) -> None:
@@ -117,17 +147,17 @@ def _refuse_updaters(option: str, plan: Plan) -> None:
         )
 
 
-def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> Variant:
+def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> BucketVariant:
     """Return plain DDP with a bucket size, with its prediction where there is one."""
     made = None
     if problem is not None:
         made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
     predicted = made.predicted if made else (plan.baselines or {}).get("ddp") if cap_mib is None else None
     predicted_us = predicted.iteration_us if predicted else None
-    return Variant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=predicted_us)
+    return BucketVariant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=predicted_us)
 
 
-def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, Variant]]:
+def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, BucketVariant]]:
     """Return DDP's bucket sizes to try, each with what takes part if it is the best."""
     return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
 

@@ -17,6 +17,8 @@ from planner.documents.profile import Cluster
 from runtime.errors import InputError
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
+LIBRARY_GATHER, LIBRARY_SCATTER = f"library/{ALL_GATHER}", f"library/{REDUCE_SCATTER}"
+"""Keys of a cluster's samples: the library's own collectives, which FSDP2 calls."""
 
 
 @dataclass(frozen=True, kw_only=True)

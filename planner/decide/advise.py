@@ -10,18 +10,16 @@ from typing import Any
 from planner.cost import nccl
 from planner.cost.model import communication_cost
 from planner.cost.wire import ELEMENT_BYTES
-from planner.decide.defaults import ROOM
-from planner.decide.fsdp2 import PER_BLOCK, Setting, baselines_of, setting_of
-from planner.decide.optimize import name_of
 from planner.decide.strategies import make_schedule
-from planner.documents.accelerators import ACCELERATORS, find_accelerator, kind_of
-from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.accelerators import ACCELERATORS, ROOM, find_accelerator, kind_of
+from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.estimate import ComputeBasis, check_accelerators, scale_profile
 from planner.documents.profile import Cluster, ComputeEstimate, Profile
 from planner.documents.text import mib, ms
 from planner.documents.units import Units
+from planner.fsdp2.inputs import PER_BLOCK, Setting, baselines_of, setting_of
+from planner.fsdp2.simulator import Step, simulate
 from planner.model.compression import NARROWED
-from planner.model.fsdp2_step import Step, simulate
 from planner.model.modes import simulate_schedule
 from planner.model.modes.sharded import can_share, memory_bytes, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem, make_problem

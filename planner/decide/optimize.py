@@ -15,7 +15,6 @@ from planner.decide.sharded_step import (
     alternative,
     attach_step_plan,
     check_allow,
-    check_memory,
     choose_over_sharded,
     find_sharing,
     with_gain,
@@ -23,7 +22,8 @@ from planner.decide.sharded_step import (
 )
 from planner.decide.solvers import SOLVER_SKIPPED, Solved, check_solver, solve
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
-from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.accelerators import check_memory
+from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.profile import Cluster, Profile, refuse_unmeasured
 from planner.documents.text import pluralize
 from planner.emit.lower import lower, predict
@@ -176,11 +176,6 @@ def _exact(problem: Problem, schedule: Schedule, solved: Solved | None = None, b
         sources=describe_sources(problem),
         notes=_notes(problem, plan, baselines["ddp"].iteration_us),
     )
-
-
-def name_of(document: Profile | Cluster | str | Path) -> str:
-    """How messages name a document: by its path where it has one."""
-    return str(document) if isinstance(document, str | Path) else type(document).__name__.lower()
 
 
 def _certify(problem: Problem, iteration_us: float, solved: Solved | None, bound: Bound | None) -> Certificate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,15 +30,6 @@ from runtime.plan.interfaces import BFLOAT16_WEIGHTS, INTERFACES, LATE_GATHER, S
 
 ALLOW = f"--allow {SHARDED_STEP}"
 SMALLER = "take more ranks, or a smaller batch"
-
-
-def check_memory(memory_mib: float | None) -> float | None:
-    """The limit; raises InputError where it is none."""
-    if memory_mib is not None and not 0.0 < memory_mib < math.inf:
-        raise InputError(
-            f"--max-memory-mib: found {memory_mib:g}, expected MiB of memory on each rank, such as 40000; correct it"
-        )
-    return memory_mib
 
 
 def check_allow(allow: str | Sequence[str]) -> tuple[str, ...]:

@@ -12,10 +12,9 @@ from planner.cost.model import communication_cost
 from planner.cost.nccl import scaled
 from planner.cost.sparse import flat_is_implied
 from planner.cost.wire import encoding
-from planner.decide.optimize import name_of
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.decide.strategies import accuracy_of, make_schedule
-from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.profile import Cluster, Profile
 from planner.documents.text import as_names
 from planner.ir import Schedule

@@ -10,6 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from runtime.errors import InputError
+
+ROOM = 0.92
+"""Share of an accelerator's memory that plans may fill: the rest is the library's buffers and fragments."""
+
 
 class Accelerator(NamedTuple):
     """What one of them can do, by its vendor's data sheet."""
@@ -100,3 +105,12 @@ def speed_ratio(old: str, new: str) -> float:
 def memory_ratio(old: str, new: str) -> float:
     """Return how many times as fast the memory of `new` is as that of `old`."""
     return ACCELERATORS[new].memory_bytes_per_s / ACCELERATORS[old].memory_bytes_per_s
+
+
+def check_memory(memory_mib: float | None) -> float | None:
+    """Return a limit of memory. Raises InputError where it is none."""
+    if memory_mib is not None and not 0.0 < memory_mib < math.inf:
+        raise InputError(
+            f"--max-memory-mib: found {memory_mib:g}, expected MiB of memory on each rank, such as 40000; correct it"
+        )
+    return memory_mib

@@ -43,6 +43,11 @@ class Entry:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+def name_of(document: Profile | Cluster | str | Path) -> str:
+    """Return how messages name a document: by its path where it has one."""
+    return str(document) if isinstance(document, str | Path) else type(document).__name__.lower()
+
+
 def names(kind: Kind) -> list[str]:
     """Return the names that the catalogue knows, sorted."""
     return sorted(path.stem for path in (FOLDER / f"{kind}s").glob("*.json"))

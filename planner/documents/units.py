@@ -1,6 +1,6 @@
 """profile.json's `units`: the modules of a model in the order of forward, with what each computes and keeps.
 
-What FSDP2 can gather together are groups of them; see `planner.model.fsdp2`.
+What FSDP2 can gather together are groups of them; see `planner.fsdp2.program`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class UnitWeight(Record):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def padded_numel(self, ranks: int) -> int:
+        """Return the elements with the rows, its first dimension, that make every rank's part equally large."""
+        rows = self.shape[0]
+        return -(-rows // ranks) * ranks * (self.numel // max(1, rows))
 
 
 @dataclass(frozen=True, kw_only=True)

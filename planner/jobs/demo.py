@@ -11,7 +11,8 @@ import torch.distributed as dist
 from planner.decide.optimize import optimize
 from planner.documents.profile import Profile
 from planner.jobs.demo_job import steps_per_epoch, test_accuracy
-from planner.jobs.training import Trainer, build, profile_rank, this_rank
+from planner.jobs.on_rank import profile_rank
+from planner.jobs.training import Trainer, build, this_rank
 from planner.profile.progress import Progress
 from runtime.plan import Plan
 

@@ -1,4 +1,4 @@
-"""What every rank does for `planner profile` and `planner run`: build the job, measure it or train it."""
+"""A job on this rank: building it, and training it step by step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -18,14 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 import runtime
-from planner.documents.profile import Profile
 from planner.jobs.job import TrainingJob, described, load_job
 from planner.profile.links import synchronize
-from planner.profile.loading import LONGEST_S as LOADING_S
-from planner.profile.loading import batch_samples, measure_loading
-from planner.profile.progress import Progress
-from planner.profile.request import LOGGER, Request, heard
-from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, joined, measure
+from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s
 from planner.testbed.hosts import Emulation, emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World, first_line
@@ -147,48 +142,6 @@ def build(spec: str, device: str) -> BuiltJob:
     return BuiltJob(spec=spec, job=job, optimizer=optimizer, device=target)
 
 
-def profile_rank(
-    spec: str,
-    device: str,
-    show_progress: bool,
-    timeout_s: float | None = None,
-    updaters: int = 0,
-    request: Request | None = None,
-) -> Profile:
-    """Profile a job by its name on this rank, with up to so many local updaters; every rank gets the same profile.
-
-    `timeout_s` is that of `profile_step`.
-    """
-    built = build(spec, device)
-    batches = [built.batch(step) for step in range(KEPT_BATCHES)]
-    turn = 0
-
-    def step(loss_ready: Callable[[], None]) -> None:
-        nonlocal turn
-        turn += 1
-        loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
-        loss_ready()
-        built.backward(loss)
-
-    progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
-    with error_context(spec), heard():
-        found = measure(
-            built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
-            timeout_s=timeout_s,
-        )  # fmt: skip
-        if built.job.dataset is not None and found.loading is None:
-            if this_rank() == 0:
-                LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
-            samples = built.job.batch_samples or batch_samples(batches[0])
-            with joined(None, timeout_s) as world:
-                found = replace(found, loading=measure_loading(built.job.dataset, samples, world))
-        if not updaters:
-            return found
-        from planner.jobs.local_training import measure_updaters  # which needs this module
-
-        return measure_updaters(built, batches[0], found, updaters, progress, timeout_s)
-
-
 @dataclass(frozen=True)
 class RankRun:
     """What one rank saw of a run."""
@@ -265,21 +218,6 @@ class Trainer:
         self._model = self.built.model
         self._world.leave()
         return RankRun(tuple(self.step_us), tuple(self.losses), weights, report, emulation_here())
-
-
-def train_rank(
-    spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
-) -> RankRun:
-    """Train a job for some steps on this rank. `timeout_s`: see `Trainer`."""
-    if plan is not None and plan.local_async is not None:
-        from planner.jobs.local_training import train_rank_locally
-
-        return train_rank_locally(spec, plan, steps, device, timeout_s)
-    built = build(spec, device)
-    trainer = Trainer(built, plan, timeout_s)
-    for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
-        trainer.step(built.batch(step))
-    return trainer.close()
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -28,6 +28,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from planner.cost.collectives import Coefficients, solve_link
+from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Line, Link, Sample
 from planner.profile.progress import Progress
 from runtime.comm.by_device import make_communicator
@@ -345,7 +346,6 @@ def _library_gather(world: World, device: torch.device, size_bytes: int) -> Run:
     return lambda: messages.gather(whole, part, group).result()
 
 
-LIBRARY_GATHER, LIBRARY_SCATTER = "library/all_gather", "library/reduce_scatter"
 _LIBRARY: dict[str, _Maker] = {
     "reduce_scatter": _reduce_scatter, "all_gather": _all_gather, LIBRARY_SCATTER: _library_scatter,
     LIBRARY_GATHER: _library_gather,

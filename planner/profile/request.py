@@ -57,6 +57,8 @@ class Request:
     accuracy: Accuracy = "exact"
     add_to: Profile | None = None
     budget_s: float = BUDGET_S
+    units: bool = False
+    """Whether modules are measured as well, which FSDP2 could gather together."""
 
     def __post_init__(self) -> None:
         """Raise InputError where the class or the budget is none."""
@@ -72,7 +74,7 @@ class Request:
 
 
 def make_request(
-    accuracy: str | None, add_to: str | None, budget_s: float | None, updaters: int | None = None
+    accuracy: str | None, add_to: str | None, budget_s: float | None, updaters: int | None = None, units: bool = False
 ) -> Request:
     """Make one from the options of `planner profile`. Raises InputError where one is wrong, or they contradict."""
     if updaters is not None and accuracy not in (None, "relaxed"):
@@ -84,6 +86,7 @@ def make_request(
         accuracy=accuracy or ("exact" if updaters is None else "relaxed"),  # type: ignore[arg-type]
         add_to=None if add_to is None else load_profile(add_to),
         budget_s=BUDGET_S if budget_s is None else budget_s,
+        units=units,
     )
 
 

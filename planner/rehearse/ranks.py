@@ -5,57 +5,33 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from planner.comparison.measure import Record, Sweep, VariantRunner, measure_all
-from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, Hook, Variant, make_variants, sweep
-from planner.cost.wire import NATIVE, TWO_SHOT
-from planner.decide.optimize import optimize
-from planner.decide.strategies import make_schedule
-from planner.documents.profile import Cluster, ComputeProfile, Line, Profile, SelectionLine
-from planner.ir import ACCURACIES, Bucket, Schedule
-from planner.jobs.training import SEED, BuiltJob
-from planner.model.modes import model_of
-from planner.model.problem import Problem, make_problem
-from planner.profile.delay import measure_delay
-from planner.profile.links import (
-    SMALLEST_BYTES,
-    Curve,
-    make_bucket,
-    measure_apart,
-    measure_links,
-    parts_of,
-    timed_us,
-)
+from planner.comparison.measure import Measured, V
+from planner.profile.links import Curve, make_bucket, timed_us
 from planner.profile.progress import Progress
-from planner.profile.selection import measure_encoding, measure_selection
 from planner.profile.step import joined
-from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
-from planner.rehearse.rehearsal import Asked, OnHosts, Rehearsed, scaled_plan
+from planner.rehearse.asked import Asked, Bounds, Figures
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
 from planner.testbed.wiring import INTERFACE, MTU_BYTES, shaping
-from runtime.checks.plan import model_fingerprint
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming
-from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
-from runtime.plan import Accuracy, Plan
-from runtime.plan.interfaces import SHARDED_STEP, granted
-from runtime.session.session import Session
-from runtime.sparse.residuals import ErrorFeedbackState
+from runtime.plan import Plan
+
+A = TypeVar("A", bound=Asked)
+T = TypeVar("T")
 
 TIMEOUT_S = 120.0
 SETTINGS = Path("/proc/sys/net/ipv4")
@@ -69,70 +45,138 @@ PROBE_BYTES = 2**24
 PIECES = 32
 """Of the weights whose update is probed."""
 PROBES = 7
-BETWEEN = ("all_reduce", "reduce_scatter", "all_gather")
-"""The phases of collectives on two kinds of link, inside hosts and between them."""
 LEAST_BYTES = 16
 """Of a message, however much is shrunk."""
 LINK_SHARE = 0.15
 """Of the time given, what timing messages may take."""
-ROUNDS_SHARE = 0.48
-"""Of the time left, what the fewest rounds may take where D is chosen …"""
-BRIEF_SHARE = 0.6
-"""… and where DDP's steps are slow, so that nothing else takes long."""
-SWEEP_SHARE = 0.3
-"""Of the time left, what looking for DDP's best bucket size may take."""
-WARM_UP_STEPS, BLOCK_STEPS = 1, 3
-"""Of each block: DDP lays its buckets out again after the first step. Waits differ by little, so that a few steps say
-as much as many, and time is better spent on a larger dilation."""
+BLOCK_STEPS = 3
+"""Measured steps of a block. Waits differ by little, so that a few steps say as much as many, and time is better spent
+on a larger dilation."""
 OWN_STEPS = 5
-"""Without communication, before anything is predicted."""
+"""Steps without communication, before anything is predicted."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
-SLOW = 4.0
-"""Steps that are so many times longer than without communication get the fewest blocks."""
-HOOKS: tuple[Hook, ...] = ("fp16",)
-"""Of DDP's; PowerSGD's products would be the host's work, and are the accelerator's."""
-SWEEP = Sweep(rounds=1, finalists=2, final_rounds=2, steps=2)
-"""Dilated steps differ by little."""
+CPU = torch.device("cpu")
 
 
-def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehearsed:
+@dataclass(frozen=True, kw_only=True)
+class Decided(Generic[V]):
+    """What is compared, and what was predicted before; times are of the cluster itself."""
+
+    variants: list[V]
+    from_constants_us: dict[str, float]
+    """By variant, its step as the cluster's constants alone predict it."""
+    bounds: Bounds
+    plan: Plan
+    caps: list[tuple[float, V]] = field(default_factory=list)
+    """DDP's bucket sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The rounds that there is time for."""
+
+    count: int
+    steps: int
+    """Measured steps of a block."""
+    brief: tuple[str, ...] = ()
+    """Variants whose steps are slow."""
+    caps: frozenset[float] = frozenset()
+    """DDP's bucket sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What one rank measured; undilated and unshrunk."""
+
+    scale: Scale
+    measured: Measured
+    figures: Figures
+    bounds: Bounds
+
+
+class Rehearser(ABC, Generic[A, V]):
+    """One kind of rehearsal, on this rank."""
+
+    COPIES: ClassVar[float] = 1.0
+    """How many times more bytes are shrunk than the machine's sockets ask for, as hosts copy them as well."""
+
+    def __init__(self, asked: A, world: World, scale: Scale, progress: Progress, say: Teller) -> None:
+        """Rehearse what is asked at a scale; `say` writes lines of the first rank."""
+        self.asked, self.world, self.scale, self.progress, self.say = asked, world, scale, progress, say
+
+    @staticmethod
+    @abstractmethod
+    def most_dilate(asked: Any, left_s: float) -> float:
+        """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
+
+    @abstractmethod
+    def decide(self) -> Decided[V]:
+        """Time messages alone, and decide by that; every rank calls it."""
+
+    @abstractmethod
+    def rounds(self, decided: Decided[V], left_s: float) -> Rounds:
+        """Return the rounds that fit; the first rank calls it. Raises InputError where not even the fewest do."""
+
+    @abstractmethod
+    def measure(self, decided: Decided[V], rounds: Rounds, started_s: float) -> tuple[Measured, dict[str, Any]]:
+        """Measure all variants; return that, dilated, and figures by name and variant, undilated."""
+
+    def first_decides(self, decide: Callable[[], T], what: str) -> T:
+        """Return what the first rank decides, so that ranks whose libraries round otherwise cannot come to different
+        plans; every rank calls it. Raises InputError on all ranks where the first does.
+        """
+        mine: T | InputError | None = None
+        if self.world.rank == 0:
+            try:
+                mine = decide()
+            except InputError as error:
+                mine = error
+        found: T | InputError = self.world.gather(mine, what)[0]
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+    def bare_steps_us(self, step: Callable[[], object], warm_up: int, what: str) -> tuple[float, float]:
+        """Return how long a step takes, dilated: on a usual rank, and on the last one, for whom those wait that
+        communicate; every rank calls it.
+        """
+        mine = []
+        for _ in range(warm_up + OWN_STEPS):
+            dist.barrier(group=self.world.group)
+            mine.append(timed_us(step, CPU))
+        everyone: list[list[float]] = self.world.gather(mine[warm_up:], what)
+        last_us = statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
+        return statistics.median(chain(*everyone)), last_us
+
+    def unscaled(self, curves: Mapping[str, Curve]) -> dict[str, Curve]:
+        """Return curves as the cluster itself would have them."""
+        dilate, shrink = self.scale.dilate, self.scale.shrink
+        return {
+            name: tuple((size * shrink, time_us / dilate) for size, time_us in curve) for name, curve in curves.items()
+        }
+
+
+def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, show_progress: bool) -> Rehearsed:
     """Rehearse on this rank; every rank calls it. `started_s`: wall-clock seconds when the command began."""
     with joined(None, TIMEOUT_S) as world:
-        progress = Progress(show_progress and world.rank == 0)
         say = Teller(world.rank == 0)
-        scale = begin(world, asked, say, lambda: _most_dilate(asked, asked.left_s(started_s)))
-        scaled = scale.profile(asked.profile)
-        torch.manual_seed(SEED)
-        riskiest = _riskiest(asked)
-        job = make_job(scaled.compute, world.rank, scale.dilate, fused=riskiest != "relaxed")
-        assert isinstance(job.model, AcceleratedModel)
-        made = job.optimizer(job.model.parameters())
-        built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=torch.device("cpu"))
-        own_us = _own_us(built, world, scaled, scale)
-        decided = _decide(asked, riskiest, world, scale, progress, model_fingerprint(job.model), own_us)
-        variants, caps = decided.variants, decided.caps
-        left_s = asked.left_s(started_s)
-        rounds: Rounds = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
-        caps = [one for one in caps if one[0] in rounds.caps]
-        slow = f", {LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
-        say(
-            f"{len(variants)} variants and {len(caps)} bucket sizes of DDP: {rounds.count} rounds of {rounds.steps} "
-            f"steps each{slow}"
+        scale = begin(world, asked, say, lambda: kind.most_dilate(asked, asked.left_s(started_s)), kind.COPIES)
+        rehearser = kind(asked, world, scale, Progress(show_progress and world.rank == 0), say)
+        decided = rehearser.decide()
+        rounds = rehearser.first_decides(
+            lambda: rehearser.rounds(decided, asked.left_s(started_s)), "agreeing on rounds"
         )
-        if world.ranks > 1:
-            world.broadcast([*job.model.parameters()])
-        torch.manual_seed(SEED + 1 + world.rank)
-        runner = RehearsalRunner(TrainedJob(built), world, scale, job.model.device)
-        alone_s = sum(each.alone_s for each in _blocks(variants, rounds.steps))
-        end_s = started_s + asked.minutes * 60.0 - alone_s
-        measured = measure_all(runner, variants, caps, rounds.count, rounds.steps, progress, end_s, SWEEP, rounds.brief)
+        measured, figures = rehearser.measure(decided, rounds, started_s)
+        for record in measured.records:
+            record.step_us = [[step_us / scale.dilate for step_us in block] for block in record.step_us]
+            record.alone_us = None if record.alone_us is None else record.alone_us / scale.dilate
         return Rehearsed(
-            scale=scale, measured=measured, from_constants_us=decided.from_constants_us, bound_us=decided.bound_us,
-            late_us=runner.late_by_variant_us(),
+            scale=scale, measured=replace(measured, backward_us=measured.backward_us / scale.dilate),
+            figures={"from_constants_us": decided.from_constants_us, **figures}, bounds=decided.bounds,
         )  # fmt: skip
 
 
-def begin(world: World, asked: OnHosts, say: Teller, most_dilate: Callable[[], float], copies: float = 1.0) -> Scale:
+def begin(world: World, asked: Asked, say: Teller, most_dilate: Callable[[], float], copies: float) -> Scale:
     """Agree on the scale, and hold this host's links to it; every rank calls it.
 
     `most_dilate` returns the most that there is time for; the first rank calls it, where none is asked for. `copies`:
@@ -159,42 +203,6 @@ def begin(world: World, asked: OnHosts, say: Teller, most_dilate: Callable[[], f
     return scale
 
 
-class RehearsalRunner(VariantRunner):
-    """Blocks of variants on an accelerator that is waited for, and what did not fit under its waits."""
-
-    def __init__(self, trained: TrainedJob, world: World, scale: Scale, device: Accelerator) -> None:
-        super().__init__(trained, world, TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
-        self._accelerator = device
-        self._late_us: dict[str, list[float]] = {}
-
-    def block(self, record: Record, steps: int) -> None:
-        before_us = self._accelerator.late_us
-        super().block(record, steps)
-        late_us = self._accelerator.late_us - before_us
-        late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
-        self._late_us.setdefault(record.variant.name, []).append(late_us)
-
-    def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
-        """As elsewhere; selecting and unpacking are the accelerator's work, which has begun when they have."""
-        session = super()._attach(optimizer, plan)
-        if isinstance(feedback := session.exchange.carried, ErrorFeedbackState):
-            for lossy in feedback.lossy.values():
-                lossy.pack = partial(self._on_device, lossy.pack)  # type: ignore[method-assign]
-                lossy.unpack = partial(self._on_arrival, lossy.unpack)  # type: ignore[method-assign]
-        return session
-
-    def _on_device(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return self._accelerator.occupy(partial(work, *arguments))
-
-    def _on_arrival(self, work: Callable[..., Any]) -> Any:
-        self._accelerator.synchronize()  # both have waited for the message: the host was not late
-        return self._on_device(work)
-
-    def late_by_variant_us(self) -> dict[str, float]:
-        """Return, of a step, by how much hooks and updates took longer than waits: the median of blocks."""
-        return {name: statistics.median(of_blocks) for name, of_blocks in self._late_us.items()}
-
-
 class Teller:
     """Lines on standard error, of the first rank alone."""
 
@@ -208,12 +216,11 @@ class Teller:
 
 def probe(world: World) -> Machine:
     """Return what an all-reduce costs these ranks where no link holds it."""
-    device = torch.device("cpu")
-    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], CPU)
     try:
         times = {}
         for numel in (256, PROBE_BYTES // 4):
-            bucket = make_bucket(numel * 4, device)
+            bucket = make_bucket(numel * 4, CPU)
 
             def run(bucket: object = bucket) -> None:
                 communicator.launch(bucket.payload, CommTiming())  # type: ignore[attr-defined]
@@ -223,7 +230,7 @@ def probe(world: World) -> Machine:
             mine = []
             for _ in range(PROBES):
                 dist.barrier(group=world.group)
-                mine.append(timed_us(run, device))
+                mine.append(timed_us(run, CPU))
             everyone = world.gather(mine, "probing the machine")
             passes = [min(of_pass) for of_pass in zip(*everyone, strict=True)]
             times[numel * 4] = sorted(passes)[len(passes) // 2]
@@ -236,29 +243,6 @@ def probe(world: World) -> Machine:
         start_up_us=small_us, us_per_byte=max(0.0, large_us - small_us) / (large - small),
         update_us_per_byte=update_us_per_byte, memory_bytes=memory,
     )  # fmt: skip
-
-
-def _own_us(built: BuiltJob, world: World, scaled: Profile, scale: Scale) -> tuple[float, float]:
-    """Return by how much a step without communication takes longer than the profile's, undilated: on a usual rank, and
-    on the last one, for whom those wait that communicate.
-
-    It is updates and Python, for which ranks share the machine's cores. What is compared is not looked at: these steps
-    are made before, by all ranks at once.
-    """
-    compute, mine = scaled.compute, []
-    asked_us = compute.forward_us + compute.update_us + sum(each.backward_us for each in compute.gradients)
-    trained = TrainedJob(built)
-    optimizer = trained.optimizer()
-    with trained.restored(optimizer):
-        for step in range(WARM_UP_STEPS + OWN_STEPS):
-            dist.barrier(group=world.group)
-            started_s = time.perf_counter()
-            trained.step(trained.model, optimizer, step, in_ddp=False)
-            mine.append((time.perf_counter() - started_s) * 1e6 - asked_us)
-    everyone: list[list[float]] = world.gather(mine[WARM_UP_STEPS:], "steps without communication")
-    usual_us = max(0.0, statistics.median(chain(*everyone)))
-    last_us = statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
-    return usual_us / scale.dilate, max(usual_us, last_us) / scale.dilate
 
 
 def _probe_update(world: World) -> float:
@@ -301,278 +285,3 @@ def shape_links(world: World, links: Links, scale: Scale) -> None:
     problems = [one for one in world.gather(problem, "shaping links") if one]
     if problems:
         raise EnvironmentFailure(f"the links of the emulated hosts cannot be held to their rates: {problems[0]}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """What is compared, and what was said of it before; steps in microseconds of the cluster itself."""
-
-    variants: list[Variant]
-    caps: list[tuple[float, Variant]]
-    """DDP's bucket sizes."""
-    from_constants_us: dict[str, float]
-    """By variant, its step as the cluster's constants alone predict it."""
-    bound_us: float | None
-    """No plan of the asked kind takes less."""
-
-
-def _decide(
-    asked: Asked,
-    riskiest: Accuracy,
-    world: World,
-    scale: Scale,
-    progress: Progress,
-    fingerprint: str,
-    own_us: tuple[float, float],
-) -> Decided:
-    """Time messages alone, and decide by what that took."""
-    halves, lossy = _shares_update(asked) or riskiest == "relaxed", riskiest != "exact"
-    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
-    names += [TWO_SHOT, NATIVE] * lossy
-    gradients = asked.profile.compute.gradients
-    size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
-    two_links = asked.cluster.ranks_per_node > 1
-    # Inside hosts messages take little time.
-    each_s = LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1 + len(BETWEEN) * two_links)
-    device = torch.device("cpu")
-    smallest_bytes = max(LEAST_BYTES, round(SMALLEST_BYTES / scale.shrink))
-    times = measure_links(world, device, size_bytes, progress, names, each_s, smallest_bytes)
-    samples = dict(times.samples)
-    parts = parts_of(world.gather(node_name(), "counting hosts"))
-    if parts is not None:
-        samples |= measure_apart(world, parts, device, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
-    # What these ranks take for it, which is more than a device would.
-    computed: dict[str, Any] = {}
-    packing: dict[tuple[str, str], tuple[Mapping[str, Line], Mapping[str, Line]]] = {}
-    if lossy:
-        packing["sparsify", "unpack"] = measure_selection(world, device, size_bytes, progress, each_s, computes=False)
-        packing["encode", "decode"] = measure_encoding(world, device, size_bytes, progress, each_s / 2, computes=False)
-    for fields, both in packing.items():
-        for field, lines in zip(fields, both, strict=True):
-            computed[field] = {name: _unscaled_line(line, scale) for name, line in lines.items()}
-    if riskiest == "relaxed":
-        found_lines = measure_delay(world, device, [scale.numel(each.numel) for each in gradients], progress)
-        computed |= {field: _unscaled_line(line, scale) for field, line in found_lines.items()}
-    cluster = replace(
-        asked.cluster, **computed, intra=None, inter=None, samples=unscaled(samples, scale),
-        back_to_back=unscaled(times.back_to_back, scale), collectives=None,
-        contention=None, measured_for=None, emulated="namespaces",
-    )  # fmt: skip
-    # One rank decides, so that ranks whose libraries round otherwise cannot come to different plans.
-    mine: Decided | InputError | None = None
-    if world.rank == 0:
-        try:
-            mine = _variants(asked, cluster, scale, fingerprint, own_us)
-        except InputError as error:
-            mine = error
-    found = world.gather(mine, "deciding")[0]
-    if isinstance(found, InputError):
-        raise found
-    assert isinstance(found, Decided)
-    return found
-
-
-def unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
-    """Return curves as the cluster itself would have them."""
-    return {
-        name: tuple((size * scale.shrink, time_us / scale.dilate) for size, time_us in curve)
-        for name, curve in curves.items()
-    }
-
-
-def _riskiest(asked: Asked) -> Accuracy:
-    """Return the riskiest class of what is rehearsed, strategies included: it says what has to be measured."""
-    problem = make_problem(asked.profile, asked.cluster, where=asked.name)
-    classes = [asked.accuracy, *(make_schedule(problem, name).accuracy for name in asked.strategies)]
-    return max(classes, key=ACCURACIES.index)
-
-
-def _shares_update(asked: Asked) -> bool:
-    """Return whether ranks of anything that is rehearsed may share the optimizer's step."""
-    problem = make_problem(asked.profile, asked.cluster, where=asked.name)
-    shared = (make_schedule(problem, name).mode.shares_update for name in asked.strategies)
-    return SHARDED_STEP in granted(asked.allow) or any(shared)
-
-
-AnyLine = TypeVar("AnyLine", Line, SelectionLine)
-
-
-def _unscaled_line(line: AnyLine, scale: Scale) -> AnyLine:
-    def unscaled(alpha_us: float, beta: float) -> tuple[float, float]:
-        return alpha_us / scale.dilate, beta / (scale.dilate * scale.shrink)
-
-    alpha_us, beta = unscaled(line.alpha_us, line.beta_us_per_byte)
-    made = replace(line, alpha_us=alpha_us, beta_us_per_byte=beta)
-    if isinstance(made, SelectionLine) and made.by_density:
-        rows = tuple((density, *unscaled(*of_density)) for density, *of_density in made.by_density)
-        return replace(made, by_density=rows)
-    return made
-
-
-def _variants(asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str, own_us: tuple[float, float]) -> Decided:
-    compute, (usual_us, last_us) = asked.profile.compute, own_us
-    here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + last_us))
-    plan = optimize(here, cluster, accuracy=asked.accuracy, allow=asked.allow, compress=asked.compress)
-    problem = make_problem(here, cluster, where=asked.name)
-    constants = make_problem(asked.profile, asked.cluster, where=asked.name)
-    made = [
-        replace(one, predicted_us=(one.predicted_us or 0.0) - last_us + usual_us)
-        if one.kind == "no_communication"
-        else one
-        for one in make_variants(plan, problem, asked.strategies, HOOKS)
-    ]
-    caps = sweep(plan, problem)
-    predicted = {one.name: _from_constants(one, problem, constants) for one in [*made, *(each for _, each in caps)]}
-    return Decided(
-        variants=[_scaled(one, scale, compute, fingerprint) for one in made],
-        caps=[(cap, _scaled(one, scale, compute, fingerprint)) for cap, one in caps],
-        from_constants_us={name: time_us for name, time_us in predicted.items() if time_us is not None},
-        bound_us=plan.certificate.lower_bound_us if plan.certificate else None,
-    )
-
-
-def _scaled(variant: Variant, scale: Scale, compute: ComputeProfile, fingerprint: str) -> Variant:
-    return replace(
-        variant,
-        plan=None if variant.plan is None else scaled_plan(variant.plan, scale, compute, fingerprint),
-        predicted_us=None if variant.predicted_us is None else variant.predicted_us * scale.dilate,
-    )
-
-
-def _from_constants(variant: Variant, problem: Problem, constants: Problem) -> float | None:
-    """Return the step as the cluster's constants alone have it; None where they say nothing of it."""
-    if variant.kind == "no_communication":
-        return constants.compute_end_us + constants.update_us
-    if variant.plan is None:
-        return None
-    if variant.plan.accuracy == "exact" and not variant.plan.sharded:
-        schedule = _schedule_of(variant.plan, constants)
-    elif variant.name != PLAN:
-        schedule = make_schedule(problem, variant.name)
-    else:
-        return None
-    return float(model_of(schedule).step_us(constants, schedule))
-
-
-def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
-    """Return the schedule of a plan that is exact and synchronous."""
-    index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
-    return Schedule(
-        buckets=tuple(
-            Bucket(
-                gradients=tuple(index[name] for name in bucket.gradients),
-                collective=bucket.collective,
-                algorithm=bucket.algorithm,
-            )
-            for bucket in plan.buckets
-        )
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """What measuring one variant takes."""
-
-    name: str
-    step_s: float
-    steps: int
-    """Of a block, those that do not count included."""
-    brief: bool
-    """See `planner.comparison.measure.Record`."""
-
-    @property
-    def least_s(self) -> float:
-        """What the fewest rounds take, and its messages alone."""
-        return self.alone_s + self.step_s * LEAST_ROUNDS * self.steps
-
-    @property
-    def alone_s(self) -> float:
-        """What timing its messages alone takes at the most; see `VariantRunner.alone`."""
-        return self.step_s * (1 if self.brief else 2)
-
-    @property
-    def round_s(self) -> float:
-        """What one round more takes."""
-        return 0.0 if self.brief else self.step_s * self.steps
-
-
-def _blocks(variants: Sequence[Variant], steps: int) -> list[Blocks]:
-    """Return each variant's blocks of so many measured steps."""
-    predicted_s = {one.name: one.predicted_us / 1e6 for one in variants if one.predicted_us}
-    computed_s, ddp_s = predicted_s[NO_COMMUNICATION], predicted_s[DDP]
-    found = []
-    for one in variants:
-        step_s = predicted_s.get(one.name, (computed_s + ddp_s) / 2.0)  # a hook's, which sends half of the bytes
-        brief = step_s > SLOW * computed_s
-        warm_up_steps = max(WARM_UP_STEPS, one.least_warm_up)
-        block_steps = warm_up_steps + one.whole_cycles(1 if brief else steps)
-        found.append(Blocks(name=one.name, step_s=step_s, steps=block_steps, brief=brief))
-    return found
-
-
-def _most_dilate(asked: Asked, left_s: float) -> float:
-    """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
-    plan = optimize(asked.profile, asked.cluster, accuracy=asked.accuracy, allow=asked.allow, compress=asked.compress)
-    problem = make_problem(asked.profile, asked.cluster, where=asked.name)
-    blocks = _blocks(make_variants(plan, problem, asked.strategies, HOOKS), 1)
-    ddp = next(each for each in blocks if each.name == DDP)
-    least_s = sum(each.least_s for each in blocks)
-    if ddp.brief:  # whose bucket sizes are not looked for
-        return max(1.0, BRIEF_SHARE * left_s / least_s)
-    return max(1.0, ROUNDS_SHARE * left_s / (least_s + ddp.least_s))  # DDP's best size, too
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """What there is time for."""
-
-    count: int
-    steps: int
-    """Measured ones of a block."""
-    brief: tuple[str, ...]
-    """Variants whose steps are slow."""
-    caps: frozenset[float]
-    """DDP's bucket sizes."""
-
-
-def _rounds(
-    variants: Sequence[Variant], caps: Sequence[tuple[float, Variant]], left_s: float, minutes: float
-) -> Rounds:
-    """Return what fits.
-
-    Raises:
-        InputError: not even the fewest rounds do; says how many minutes would.
-    """
-    # Steps that are slow even undilated: fewer of each block.
-    for steps in range(BLOCK_STEPS, 0, -1):
-        blocks = _blocks(variants, steps)
-        least_s = sum(each.least_s for each in blocks)
-        if least_s <= left_s:
-            break
-    if least_s > left_s:
-        slowest = max(blocks, key=lambda each: each.step_s)
-        raise InputError(
-            f"--minutes {minutes:g}: a step of {slowest.name} takes {slowest.step_s:.2g} s here, and the fewest rounds "
-            f"of {len(variants)} variants {least_s / 60:.1f} minutes of the {max(0.0, left_s) / 60:.1f} that are left; "
-            f"expected --minutes {minutes + (least_s - left_s) / 60 + 0.5:.0f} or more, fewer strategies, or --dilate "
-            f"less"
-        )
-    # The sizes that are predicted to be the fastest: what the sweep has no time for would have lost. The best one is
-    # measured with the others.
-    by_prediction = sorted(caps, key=lambda one: one[1].predicted_us or 0.0)
-    ddp = next(each for each in blocks if each.name == DDP)
-
-    def swept_s(count: int) -> float:
-        tried_s = SWEEP.blocks(count) * (WARM_UP_STEPS + SWEEP.steps) * ddp.step_s
-        return tried_s + (ddp.least_s if count else 0.0)
-
-    most_s = 0.0 if ddp.brief else min(SWEEP_SHARE * left_s, left_s - least_s)
-    most = max(count for count in range(len(caps) + 1) if swept_s(count) <= most_s)
-    left_s -= least_s + swept_s(most)
-    round_s = sum(each.round_s for each in blocks) + (ddp.round_s if most else 0.0)
-    return Rounds(
-        count=min(MOST_ROUNDS, LEAST_ROUNDS + int(left_s / round_s)),
-        steps=steps,
-        brief=tuple(each.name for each in blocks if each.brief),
-        caps=frozenset(cap for cap, _ in by_prediction[:most]),
-    )

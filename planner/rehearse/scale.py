@@ -11,9 +11,11 @@ from typing import Literal
 
 from planner.cost import nccl
 from planner.cost.model import communication_cost
-from planner.documents.profile import DTYPE_BYTES, Cluster, Gradient, Link, Profile
+from planner.documents.profile import DTYPE_BYTES, Cluster, ComputeProfile, Gradient, Link, Profile
 from planner.documents.units import Units
 from runtime.errors import InputError
+from runtime.plan import Plan
+from runtime.plan.names import layer_of
 
 SOCKET_SHARE = 0.1
 """Of the time of a message, what the machine may be busy moving it."""
@@ -221,3 +223,34 @@ def check_profile(profile: Profile, where: str) -> None:
 
 def _can_be_held(gradient: Gradient) -> bool:
     return DTYPE_BYTES[gradient.dtype] >= 2 and not gradient.dtype.startswith("complex")
+
+
+def scaled_plan(plan: Plan, scale: Scale, compute: ComputeProfile, fingerprint: str) -> Plan:
+    """Return the plan as the scaled model can carry it out: the same buckets, of fewer bytes.
+
+    Args:
+        plan: of the model as it is.
+        scale: what to scale by.
+        compute: the model as it is.
+        fingerprint: of the scaled model.
+    """
+    numel = {gradient.name: gradient.numel for gradient in compute.gradients}
+    buckets = []
+    for bucket in plan.buckets:
+        spec = bucket.compressor
+        if spec.k is not None:
+            layers: dict[str, list[int]] = {}
+            for name in bucket.gradients:
+                layers.setdefault(layer_of(name), []).append(numel[name])
+            # Of the scaled layer as large a share: small gradients are rounded, and keep an element at least.
+            spec = replace(
+                spec,
+                k={
+                    layer: max(1, round(k / sum(layers[layer]) * sum(map(scale.numel, layers[layer]))))
+                    for layer, k in spec.k.items()
+                },
+            )
+        buckets.append(replace(bucket, compressor=spec, size_bytes=None))
+    return replace(
+        plan, model=replace(plan.model, fingerprint=fingerprint), buckets=tuple(buckets), fallback=None, loading=None
+    )

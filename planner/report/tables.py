@@ -23,6 +23,7 @@ from planner.documents.text import (
     pluralize,
     sanitize,
 )
+from planner.fsdp2.summary import Listing, wrapping_lines, wrapping_listings
 from planner.model.modes import describe
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
@@ -39,6 +40,14 @@ def make_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> 
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def listing_table(listing: Listing) -> Table:
+    """Return a table of texts."""
+    table = make_table(listing.title, listing.columns, left=listing.left)
+    for row in listing.rows:
+        table.add_row(*row)
     return table
 
 
@@ -227,20 +236,17 @@ def updaters_table(plan: Plan) -> Table:
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
     if plan.fsdp2 is not None:
-        from planner.report.fsdp2 import print_wrapping
-
-        print_wrapping(plan, console, groups=buckets)
-        return
-    print_table(console, summary_table(plan))
-    if buckets:
-        print_table(console, bucket_table(plan))
-    tables = ((plan.frontier, frontier_table), (plan.delays, delay_table), (plan.updaters, updaters_table))
-    for points, table in tables:
-        if points:
-            print_table(console, table(plan))
-    line = describe(plan).line
-    said = f"accuracy {plan.accuracy}; {line}" if line else ""
-    for line in filter(None, (said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
+        tables = list(map(listing_table, wrapping_listings(plan, plan.fsdp2, groups=buckets)))
+        said = wrapping_lines(plan, plan.fsdp2)
+    else:
+        tables = [summary_table(plan), *([bucket_table(plan)] if buckets else [])]
+        risky = ((plan.frontier, frontier_table), (plan.delays, delay_table), (plan.updaters, updaters_table))
+        tables += [table(plan) for points, table in risky if points]
+        line = describe(plan).line
+        said = [f"accuracy {plan.accuracy}; {line}" if line else "", *interface_lines(plan), uncertainty_line(plan)]
+    for table in tables:
+        print_table(console, table)
+    for line in filter(None, (*said, certificate_text(plan))):
         console.print(line, highlight=False)
     for note in plan.notes:
         console.print(f"- {sanitize(note, SENTENCE_CHARACTERS)}", highlight=False)

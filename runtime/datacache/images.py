@@ -23,7 +23,7 @@ from PIL.ImagePalette import ImagePalette
 from PIL.PngImagePlugin import iTXt
 from PIL.TiffImagePlugin import IFDRational
 
-from runtime.datacache.samples import Unstorable
+from runtime.datacache.unstorable import Unstorable
 
 State = tuple[Any, ...]
 Check = Callable[[Any, str], object]

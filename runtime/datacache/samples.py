@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.datacache.unstorable import Unstorable
+
 ALIGNMENT = 64
 FORMAT = 3
 """Of flat samples: those of another number, which an earlier version left on the disk, are not read."""
@@ -48,12 +50,6 @@ Leaf = Tensor
 """uint8, one dimension."""
 Reader = Callable[[Tensor], Any]
 """Flat sample (uint8) → the part."""
-
-
-class Unstorable(Exception):
-    """A sample holds something that cannot be stored; the text says where and of which type."""
-
-    sample: Any = None
 
 
 def pack(sample: Any) -> Tensor:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from planner.model.fsdp2 import Leaf, Shape, Weight
-from planner.model.fsdp2_step import Costs
+from planner.documents.units import Unit, Units, UnitWeight
+from planner.fsdp2.program import Shape
+from planner.fsdp2.simulator import Costs
 
 ROWS = 100
 
@@ -18,15 +19,15 @@ def chain_of(
 ) -> Shape:  # fmt: skip
     """Units u0, u1, … of so many rows of one element."""
     leaves = tuple(
-        Leaf(
+        Unit(
             module=f"u{index}", forward_us=forward_us[index], backward_us=backward_us[index],
             activation_bytes=kept[index], input_requires_grad=index > 0,
         )
         for index in range(len(rows))
     )  # fmt: skip
-    weights = [Weight(modules=(f"u{index}",), rows=count) for index, count in enumerate(rows)]
-    weights += [Weight(modules=("",), rows=root_rows)] if root_rows else []
-    return Shape(leaves=leaves, weights=tuple(weights), ranks=ranks, state_factor=2.0)
+    weights = [UnitWeight(modules=(f"u{index}",), shape=(count,)) for index, count in enumerate(rows)]
+    weights += [UnitWeight(modules=("",), shape=(root_rows,))] if root_rows else []
+    return Shape.of(Units(units=leaves, weights=tuple(weights), state_factor=2.0), ranks)
 
 
 def even(count: int, **fields: int) -> Shape:

@@ -26,7 +26,7 @@ DECIDING = (
     "planner/__init__.py", "planner/__main__.py", "planner/ir.py", "planner/verify.py", "planner/cli/*.py",
     "planner/documents/*.py", "planner/cost/*.py", "planner/model/*.py", "planner/model/modes/*.py",
     "planner/search/*.py",
-    "planner/strategies/*.py", "planner/passes/*.py", "planner/decide/*.py", "planner/emit/*.py",
+    "planner/strategies/*.py", "planner/passes/*.py", "planner/fsdp2/*.py", "planner/decide/*.py", "planner/emit/*.py",
     "planner/export/*.py", "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/plan/*.py",
@@ -157,9 +157,9 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
 
 ORDER = {
     "planner": (
-        "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "decide", "export",
-        "report", "frontend", "testbed", "profile", "jobs", "online", "integrations", "comparison", "rehearse",
-        "cli", "__main__", "__init__",
+        "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "fsdp2", "decide",
+        "export", "report", "frontend", "testbed", "profile", "jobs", "online", "integrations", "comparison",
+        "rehearse", "cli", "__main__", "__init__",
     ),
     "runtime": (
         "errors", "version", "pages", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse",

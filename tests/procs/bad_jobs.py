@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner import TrainingJob
-from planner.jobs.training import profile_rank, train_rank
+from planner.jobs.on_rank import profile_rank, train_rank
 from runtime.errors import PlannerError
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import planner
 from planner.documents.units import Units
-from planner.model.fsdp2 import host_program, shape_of
+from planner.fsdp2.program import Shape, host_program
 from planner.profile.units import LiveBytes, candidate_units, measure_units
 from runtime.comm.world import World
 from runtime.fully_sharded.hosts import overlap_on_hosts
@@ -210,7 +210,7 @@ def everything() -> dict[str, Any]:
         first = list(sent)
         sent.clear()
         loss_of(planned, 1).backward()
-        shape = shape_of(units[tied], ranks)
+        shape = Shape.of(units[tied], ranks)
         program = host_program(replace(shape, reduce_bytes=4 if spec.reduce_dtype is None else 2), spec)
         result = {
             "recorded": [tuple(one) for one in first],
@@ -383,7 +383,7 @@ def memory() -> dict[str, tuple[int, list[int]]]:
                 if step == 0:
                     tracker.reset_mod_stats()
         [tracked] = tracker.get_tracker_snapshot("peak").values()
-        predicted = host_program(shape_of(units, dist.get_world_size()), spec, waits=True).peak_bytes
+        predicted = host_program(Shape.of(units, dist.get_world_size()), spec, waits=True).peak_bytes
         counted = [] if any(len(group) > 1 for group in spec.groups) else [tracked["Total"]]
         peaks[name] = predicted, [*counted, counted_in_operations(spec, loss)]
     return peaks

@@ -10,7 +10,7 @@ from typing import Any
 import fsdp2_checks
 import pytest
 
-from planner.decide.fsdp2 import MARGIN
+from planner.fsdp2.decide import MARGIN
 from planner.jobs.launch import LocalWorld, run_ranks
 
 

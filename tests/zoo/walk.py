@@ -14,7 +14,8 @@ import torch
 from planner import optimize
 from planner.documents.profile import Profile
 from planner.frontend.layers import TracedModel
-from planner.jobs.training import Trainer, build, profile_rank
+from planner.jobs.on_rank import profile_rank
+from planner.jobs.training import Trainer, build
 from planner.profile import compute, contention, grad_weight, links, measuring
 
 from .registry import ZOO

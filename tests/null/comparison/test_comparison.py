@@ -33,7 +33,7 @@ from planner.comparison.variants import (
     DDP,
     NO_COMMUNICATION,
     PLAN,
-    Variant,
+    BucketVariant,
     distinct_caps,
     make_variants,
     sweep,
@@ -255,7 +255,7 @@ def measured(
     for name, step_us in blocks.items():
         kind = "no_communication" if name == NO_COMMUNICATION else "ddp" if name.startswith("ddp") else "plan"
         record = Record(
-            Variant(
+            BucketVariant(
                 name=name,
                 kind=kind,
                 plan=plan if kind == "plan" else None,

@@ -10,11 +10,12 @@ from builders import run, run_json, usual_cluster, usual_profile
 
 from planner.decide.advise import WORTH_ASKING, advise
 from planner.decide.at_scale import sweep
-from planner.decide.fsdp2 import PER_BLOCK, optimize_fsdp2
 from planner.documents.accelerators import find_accelerator, kind_of, speed_ratio
 from planner.documents.catalog import find_cluster, find_profile, names
 from planner.documents.estimate import check_accelerators, compute_basis, on_accelerator
 from planner.documents.profile import Cluster, Profile
+from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
+from planner.fsdp2.inputs import PER_BLOCK
 from planner.model.problem import make_problem
 from planner.report.tables import advice_lines
 from runtime.errors import InputError
@@ -248,7 +249,7 @@ def test_the_command_to_continue_with() -> None:
 def test_fsdp2_is_what_the_planner_of_fsdp2_predicts() -> None:
     advice = advise("llama-1b@dgx-h100")
     options = {option.name: option for option in advice.options}
-    planned = optimize_fsdp2("llama-1b@dgx-h100")
+    planned = optimize_wrapping(WrappingRequest(profile="llama-1b@dgx-h100"))
     assert options["fsdp2"].iteration_us == planned.baselines[PER_BLOCK].iteration_us  # type: ignore[index]
     assert options["fsdp2"].executed_by == "planner.fully_shard"
     assert options["fsdp2, recomputed"].memory_bytes < options["fsdp2"].memory_bytes  # type: ignore[operator]

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, Variant
-from planner.rehearse import ranks
+from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVariant
+from planner.rehearse import bucketed_ranks, ranks
 from runtime.errors import InputError
+
+DILATE = 4.0
 
 
 @given(
@@ -21,31 +23,37 @@ from runtime.errors import InputError
 def test_rounds_fit_into_what_is_left(
     step_ms: float, slower: float, factors: list[float], caps: int, left_s: float
 ) -> None:
-    def variant(name: str, factor: float) -> Variant:
-        return Variant(name=name, kind="plan", predicted_us=1e3 * step_ms * factor)
+    def variant(name: str, factor: float) -> BucketVariant:
+        return BucketVariant(name=name, kind="plan", predicted_us=1e3 * step_ms * factor / DILATE)
 
     variants = [variant(NO_COMMUNICATION, 1.0), variant(DDP, slower), variant(PLAN, slower)]
     variants += [variant(f"s{number}", factor) for number, factor in enumerate(factors)]
     sizes = [(float(n), variant(f"ddp:{n}", slower)) for n in range(caps)]
-    if sum(each.least_s for each in ranks._blocks(variants, 1)) > left_s:
+    if sum(each.least_s for each in bucketed_ranks._blocks(variants, 1, DILATE)) > left_s:
         with pytest.raises(InputError, match="expected --minutes"):
-            ranks._rounds(variants, sizes, left_s, 4.0)
+            bucketed_ranks._rounds(variants, sizes, left_s, 4.0, DILATE)
         return
-    rounds = ranks._rounds(variants, sizes, left_s, 4.0)
+    rounds = bucketed_ranks._rounds(variants, sizes, left_s, 4.0, DILATE)
     assert rounds.count >= ranks.LEAST_ROUNDS
     assert rounds.steps >= 1
-    assert set(rounds.brief) == {one.name for one in variants if (one.predicted_us or 0.0) > ranks.SLOW * 1e3 * step_ms}
+    assert set(rounds.brief) == {
+        one.name for one in variants if DILATE * (one.predicted_us or 0.0) > bucketed_ranks.SLOW * 1e3 * step_ms
+    }
     ddp_s = slower * step_ms / 1e3
-    measured = [(one.name, (one.predicted_us or 0.0) / 1e6) for one in variants]
+    measured = [(one.name, DILATE * (one.predicted_us or 0.0) / 1e6) for one in variants]
     total_s = 0.0
     if rounds.caps:  # DDP's best size is measured with the others
         assert DDP not in rounds.brief
         measured.append(("best", ddp_s))
-        total_s = ranks.SWEEP.blocks(len(rounds.caps)) * (ranks.WARM_UP_STEPS + ranks.SWEEP.steps) * ddp_s
+        total_s = (
+            bucketed_ranks.SWEEP.blocks(len(rounds.caps))
+            * (bucketed_ranks.WARM_UP_STEPS + bucketed_ranks.SWEEP.steps)
+            * ddp_s
+        )
     one_more_s = 0.0
     for name, step_s in measured:
         brief = name in rounds.brief
-        round_s = step_s * (ranks.WARM_UP_STEPS + (1 if brief else rounds.steps))
+        round_s = step_s * (bucketed_ranks.WARM_UP_STEPS + (1 if brief else rounds.steps))
         total_s += step_s * (1 if brief else 2) + (ranks.LEAST_ROUNDS if brief else rounds.count) * round_s
         one_more_s += 0.0 if brief else round_s
     assert total_s <= left_s * (1 + 1e-9)

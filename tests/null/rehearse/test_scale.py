@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from planner.decide.fsdp2 import baselines_of
 from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.machines import describe_nccl
-from planner.model.fsdp2 import shape_of
-from planner.model.fsdp2_step import simulate
+from planner.fsdp2.inputs import baselines_of
+from planner.fsdp2.program import Shape
+from planner.fsdp2.simulator import simulate
 from planner.model.modes import model_of
 from planner.model.problem import make_problem
-from planner.rehearse.fsdp2 import make_asked_units
-from planner.rehearse.rehearsal import make_asked, scaled_plan
-from planner.rehearse.scale import Links, Machine, Scale, check_profile, choose_scale, links_of, on_hosts
+from planner.rehearse.asked import make_asked, make_asked_wrappings
+from planner.rehearse.scale import Links, Machine, Scale, check_profile, choose_scale, links_of, on_hosts, scaled_plan
 from planner.strategies.baselines import wfbp
 from runtime.errors import InputError
 from runtime.plan.names import layer_of
@@ -45,7 +44,7 @@ def test_a_scaled_step_is_the_step_dilated(name: str) -> None:
 
 def test_scaled_units_are_the_units_dilated_and_shrunk() -> None:
     """A wrapping's step takes D times as long over links of the scaled rate, and an S-th of the memory."""
-    asked = make_asked_units(
+    asked = make_asked_wrappings(
         "bert-large", "v100-16x8-25gbe", "4x1", max_memory_mib=None, minutes=1.0, dilate=None, shrink=None
     )
     scale, setting = Scale(dilate=6.0, shrink=4.0), asked.setting(asked.cluster)
@@ -57,7 +56,7 @@ def test_scaled_units_are_the_units_dilated_and_shrunk() -> None:
     )  # fmt: skip
     for plan in baselines_of(setting).values():
         step = simulate(setting.shape, plan, costs, "hosts")
-        scaled = simulate(shape_of(scale.units(asked.units), 4), plan, slow, "hosts")
+        scaled = simulate(Shape.of(scale.units(asked.units), 4), plan, slow, "hosts")
         assert scaled.iteration_us / scale.dilate == pytest.approx(step.iteration_us, rel=1e-3)
         assert scaled.peak_bytes * scale.shrink == pytest.approx(step.peak_bytes, rel=1e-3)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from planner.documents.units import Unit, Units, UnitWeight
 from planner.profile.units import LiveBytes
-from planner.rehearse.units import UnitsModel
+from planner.rehearse.units_model import UnitsModel
 
 KEPT = (400, 8000, 1200)
 

@@ -17,7 +17,7 @@ from planner import TrainingJob, optimize
 from planner.cli.app import main
 from planner.documents.profile import load_profile
 from planner.jobs.job import load_job
-from planner.jobs.training import profile_rank
+from planner.jobs.on_rank import profile_rank
 from planner.profile.loading import batch_samples, measure_loading
 from planner.report.loading import loading_lines, node_memory_bytes, workers_needed
 from planner.report.tables import profile_lines

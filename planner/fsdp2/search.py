@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from planner.model.fsdp2 import GATHER, SCATTER, Shape, host_program
-from planner.model.fsdp2_step import Costs, Executor, Step, simulate
+from planner.fsdp2.program import GATHER, SCATTER, Shape, host_program
+from planner.fsdp2.simulator import Costs, Executor, Step, simulate
 from runtime.plan import FullyShardPlan
 from runtime.plan.fully_sharded import ROOT, contains
 
@@ -70,8 +70,6 @@ class Found:
     """No wrapping of the class takes less."""
     exact: bool
     """Whether all were decided on."""
-    steps: int = 0
-    """Simulated."""
 
 
 def aheads_of(executor: Executor) -> tuple[Ahead, ...]:
@@ -139,8 +137,8 @@ class Wrappings:
 
 def groupable_units(shape: Shape) -> tuple[str, ...]:
     """Return the leaves that can be grouped: those with parameters, none of which another module has too."""
-    tied = {module for weight in shape.weights if len(weight.modules) > 1 for module in weight.modules}
-    own = [weight.modules[0] for weight in shape.weights]
+    tied = {module for weight in shape.units.weights if len(weight.modules) > 1 for module in weight.modules}
+    own = [weight.modules[0] for weight in shape.units.weights]
     return tuple(
         leaf.module
         for leaf in shape.leaves
@@ -185,9 +183,7 @@ def search(wrappings: Wrappings, limit_bytes: int | None = None, exact_units: in
     step = simulate(wrappings.shape, plan, wrappings.costs, wrappings.executor)
     proven = exact and not wrappings.costs.contended
     bound_us = step.iteration_us if proven else lower_bound_us(wrappings)
-    return Found(
-        plan=plan, step=step, bound_us=min(bound_us, step.iteration_us), exact=proven, steps=len(wrappings.known)
-    )
+    return Found(plan=plan, step=step, bound_us=min(bound_us, step.iteration_us), exact=proven)
 
 
 def _better(one: Point, other: Point | None) -> bool:
@@ -364,7 +360,7 @@ def _small_partitions(wrappings: Wrappings) -> list[tuple[int, ...]]:
         return list(wrappings.partitions())
 
     parameters = [
-        sum(weight.trainable and _holds(unit, weight.modules[0]) for weight in wrappings.shape.weights)
+        sum(weight.trainable and _holds(unit, weight.modules[0]) for weight in wrappings.shape.units.weights)
         for unit in wrappings.units
     ]
     best = tuple(range(count))

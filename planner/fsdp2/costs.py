@@ -6,7 +6,7 @@ from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, half
 from planner.cost.model import communication_cost
 from planner.cost.phases import phase_of
 from planner.documents.profile import Cluster
-from planner.model.fsdp2_step import Cost, Costs
+from planner.fsdp2.simulator import Cost, Costs
 from runtime.errors import InputError
 
 SLOWDOWN = 1.5

@@ -11,9 +11,9 @@ from fsdp2_cases import chain_of, even, fixed_costs, lines, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model.fsdp2 import Shape
-from planner.model.fsdp2_step import Costs, Executor
-from planner.search.fsdp2 import Choice, Wrappings, groupable_units, least_memory, lower_bound_us, search
+from planner.fsdp2.program import Shape
+from planner.fsdp2.search import Choice, Wrappings, groupable_units, least_memory, lower_bound_us, search
+from planner.fsdp2.simulator import Costs, Executor
 
 
 def every_choice(wrappings: Wrappings) -> Iterator[Choice]:
@@ -114,7 +114,8 @@ def test_with_costly_starts_groups_are_merged_and_with_none_they_are_not() -> No
 
 def test_tied_units_are_the_roots() -> None:
     shape = even(4)
-    tied = replace(shape, weights=(*shape.weights, replace(shape.weights[0], modules=("u0", "u3"))))
+    weights = shape.units.weights
+    tied = replace(shape, units=replace(shape.units, weights=(*weights, replace(weights[0], modules=("u0", "u3")))))
     assert groupable_units(tied) == ("u1", "u2")
     found = search(Wrappings(tied, fixed_costs(10.0, 10.0), "hosts"))
     assert found is not None

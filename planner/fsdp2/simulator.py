@@ -11,8 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.fsdp2.program import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    RECYCLE,
+    REDUCE,
+    SCATTER,
+    WAIT,
+    Program,
+    Shape,
+    host_program,
+)
 from planner.model.engine import Op, Ops, Run, run, run_alone
-from planner.model.fsdp2 import BACKWARD, FORWARD, GATHER, RECYCLE, REDUCE, SCATTER, WAIT, Program, Shape, host_program
 from runtime.plan import FullyShardPlan
 
 Executor = Literal["accelerator", "hosts", "blocking"]

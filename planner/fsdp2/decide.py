@@ -3,211 +3,70 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
-from planner.cost.curve import CostCurve
-from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
-from planner.cost.phases import measured_curve
-from planner.decide.defaults import ROOM
-from planner.decide.optimize import name_of
-from planner.decide.sharded_step import check_memory
-from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.accelerators import ROOM, check_memory
 from planner.documents.profile import DTYPE_BYTES, Cluster, Profile
 from planner.documents.text import mib
-from planner.documents.units import Unit, Units, UnitWeight
 from planner.emit.sources import describe_sources
+from planner.fsdp2.inputs import NARROW, PER_BLOCK, Setting, baselines_of, make_setting
+from planner.fsdp2.program import FORWARD, GATHER, REDUCE, Shape
+from planner.fsdp2.search import Ahead, Choice, Found, Wrappings, least_memory, search
+from planner.fsdp2.simulator import COMPUTE, LANES, Step, simulate
 from planner.ir import ACCURACIES
-from planner.model.fsdp2 import FORWARD, GATHER, REDUCE, Shape, shape_of
-from planner.model.fsdp2_costs import SLOWDOWN, message_costs
-from planner.model.fsdp2_step import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
-from planner.model.problem import Problem, make_problem
 from planner.passes.base import GAIN
-from planner.search.fsdp2 import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
 from runtime.errors import InputError
 from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
-from runtime.plan.fully_sharded import ROOT, MemoryPoint
+from runtime.plan.fully_sharded import MemoryPoint
 from runtime.plan.predicted import Certificate, PredictedTask, Prediction
 
-LIBRARY_GATHER, LIBRARY_SCATTER = f"library/{ALL_GATHER}", f"library/{REDUCE_SCATTER}"
-"""Keys of a cluster's samples: the library's own collectives, which FSDP2 calls."""
-PER_BLOCK, ONE_UNIT, TITAN = "per_block", "one_unit", "torchtitan"
 FRONTIER = 12
 """Points of time over memory."""
 MARGIN = 0.005
 """Of a limit, what is left free: allocators round up, and optimizers count steps; predicted peaks say nothing of it."""
-NARROW: Literal["bfloat16"] = "bfloat16"
-"""In which bounded plans may add gradients up."""
 WORDS = {GATHER: "all-gather", "reduce_scatter": "reduce-scatter", REDUCE: "all-reduce"}
-_BLOCK = re.compile(r"(.*?\.\d+)\.", re.ASCII)
-_NUMBERED = re.compile(r"\.\d+$", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is planned: a model's step on a cluster."""
+class WrappingRequest:
+    """What is asked of a plan for FSDP2."""
 
-    problem: Problem
-    units: Units
-    executor: Executor
-    narrow: bool = False
-    """Whether gradients are added up in `NARROW`."""
-    host_us: float = 0.0
-    """See `Costs`."""
-
-    @property
-    def ranks(self) -> int:
-        return self.problem.ranks
-
-    @property
-    def shape(self) -> Shape:
-        shape = shape_of(self.units, self.ranks)
-        return replace(shape, reduce_bytes=DTYPE_BYTES[NARROW]) if self.narrow else shape
-
-    def costs(self, shard_ranks: int | None) -> Costs:
-        """Return what messages cost. Raises InputError where a cost is not known."""
-        cluster = self.problem.cost.cluster
-        messages = message_costs(cluster, shard_ranks)
-        if shard_ranks is None:
-            messages = replace(
-                messages, gather_us=_measured(cluster, LIBRARY_GATHER, messages.gather_us),
-                scatter_us=_measured(cluster, LIBRARY_SCATTER, messages.scatter_us),
-            )  # fmt: skip
-        parts = shard_ranks or self.ranks
-        compute, network = self.problem.contention.compute, self.problem.contention.network
-        if cluster.contention is None and self.executor == "accelerator" and cluster.library is not None:
-            compute = SLOWDOWN
-        return replace(
-            messages, compute_factor=compute, network_factor=network,
-            update_us=(self.units.update_us or self.problem.update_us) / parts, host_us=self.host_us,
-        )  # fmt: skip
+    profile: Profile | str | Path
+    """With `units` as `planner profile --parallel fsdp2` measures them; without, blocks are made of its gradients'
+    names."""
+    cluster: Cluster | str | Path | None = None
+    """As for `optimize`."""
+    accuracy: Accuracy = "exact"
+    """The riskiest class; from bounded on gradients may be added up in bfloat16 on accelerators."""
+    max_memory_mib: float | None = None
+    """Memory of each rank for everything; default: the accelerator's, as profiled, if known."""
+    ranks: int | None = None
+    """Default: the cluster's."""
 
 
-def _measured(cluster: Cluster, key: str, otherwise: Cost) -> Cost:
-    curve: CostCurve | None = measured_curve(cluster, key)
-    return otherwise if curve is None else curve.at
-
-
-def make_setting(
-    profile: Profile | str | Path, cluster: Cluster | str | Path | None = None, ranks: int | None = None
-) -> Setting:
-    """Join a profile with a cluster. Raises InputError as `make_problem` does, and on a single rank."""
-    where = name_of(profile if cluster is None else cluster)
-    problem = make_problem(find_profile(profile), None if cluster is None else find_cluster(cluster), ranks, where)
-    if problem.ranks == 1:
-        raise InputError(f"{where}: found one rank, expected at least two: a single one has nothing to gather")
-    return setting_of(problem)
-
-
-def setting_of(problem: Problem) -> Setting:
-    """Return what is planned, of units that were measured or that gradients' names tell."""
-    units = problem.profile.units or units_of_gradients(problem)
-    on_host = problem.profile.world.device == "cpu" and problem.cost.cluster.library is None
-    return Setting(problem=problem, units=units, executor="hosts" if on_host else "accelerator")
-
-
-def units_of_gradients(problem: Problem) -> Units:
-    """Return units of a profile without them: blocks by gradients' names, forward shared out as backward is.
-
-    Activations, where their sum is known, are shared out by forward's time.
-    """
-    compute = problem.profile.compute
-    share = problem.forward_us / (compute.backward_us or 1.0)
-    kept = compute.estimate.activation_bytes if compute.estimate is not None else 0
-    numel: dict[str, int] = {}
-    back_us: dict[str, float] = {}
-    for module, run in groupby(reversed(compute.gradients), key=lambda gradient: _module_of(gradient.name)):
-        for gradient in run:
-            numel[module] = numel.get(module, 0) + gradient.numel
-            back_us[module] = back_us.get(module, 0.0) + gradient.backward_us
-    total_us = sum(back_us.values()) or 1.0
-    state = compute.optimizer.state_bytes if compute.optimizer is not None else None
-    size_bytes = compute.size_bytes or 1
-    return Units(
-        units=tuple(
-            Unit(
-                module=module, forward_us=share * time_us, backward_us=time_us,
-                activation_bytes=int(kept * time_us / total_us), input_requires_grad=index > 0,
-            )
-            for index, (module, time_us) in enumerate(back_us.items())
-        ),
-        weights=tuple(UnitWeight(modules=(module,), shape=(count,)) for module, count in numel.items()),
-        element_bytes=DTYPE_BYTES[compute.gradients[0].dtype],
-        state_factor=(state or 0) / size_bytes,
-        update_us=problem.update_us,
-        estimated=True,
-    )  # fmt: skip
-
-
-def _module_of(name: str) -> str:
-    """The path of the block that a parameter is in, or of its module."""
-    match = _BLOCK.match(name)
-    return match[1] if match else name.rpartition(".")[0] or name
-
-
-def baselines_of(setting: Setting) -> dict[str, FullyShardPlan]:
-    """Return what users have instead, by name.
-
-    On hosts, which do not run ahead, each group's gather is begun before the forward of the one before, where FSDP2 has
-    it on accelerators.
-    """
-    units = Wrappings(setting.shape, setting.costs(None), setting.executor).units
-    blocks = [unit for unit in units if _NUMBERED.search(unit)] or list(units)
-    first, last = units.index(blocks[0]), units.index(blocks[-1])
-    before, behind = units[:first], units[last + 1 :]
-    titan: list[tuple[str, ...]] = [*((unit,) for unit in before), *((unit,) for unit in units[first : last + 1])]
-    titan += [tuple(behind)] if behind else []
-    kept: dict[str, bool | int] = {blocks[-1]: False, **({behind[0]: False} if behind else {})}
-    plans = {
-        PER_BLOCK: FullyShardPlan(groups=tuple((unit,) for unit in blocks)),
-        ONE_UNIT: FullyShardPlan(groups=()),
-        TITAN: FullyShardPlan(groups=tuple(titan), reshard_after_forward=kept),
-    }
-    if setting.executor == "hosts":
-        plans = {name: with_ahead(plan, Ahead(forward=1)) for name, plan in plans.items()}
-    return plans
-
-
-def optimize_fsdp2(
-    profile: Profile | str | Path,
-    cluster: Cluster | str | Path | None = None,
-    *,
-    accuracy: Accuracy = "exact",
-    max_memory_mib: float | None = None,
-    ranks: int | None = None,
-) -> Plan:
+def optimize_wrapping(request: WrappingRequest) -> Plan:
     """Decide groups, prefetches and kept parameters of a model under FSDP2, and its mesh.
-
-    Args:
-        profile: with `units` as `planner profile --parallel fsdp2` measures them; without, blocks are made of its
-            gradients' names.
-        cluster: as for `optimize`.
-        accuracy: the riskiest class; from bounded on gradients may be added up in bfloat16 on accelerators.
-        max_memory_mib: what each rank has for everything; default: the accelerator's, as profiled, if known.
-        ranks: default: the cluster's.
 
     Raises InputError: a document is wrong; no wrapping takes as little memory as the limit (says the least that one
         does).
     """
-    if accuracy not in ACCURACIES:
-        raise InputError(f"accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    setting = make_setting(profile, cluster, ranks)
+    if request.accuracy not in ACCURACIES:
+        raise InputError(f"accuracy: found {request.accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    setting = make_setting(request.profile, request.cluster, request.ranks)
     # On hosts reduce-scatters whose result is cast are waited for at once.
-    may_round = accuracy != "exact" and setting.executor == "accelerator"
+    may_round = request.accuracy != "exact" and setting.executor == "accelerator"
     if not may_round or setting.units.element_bytes <= DTYPE_BYTES[NARROW]:
-        return plan_for(setting, max_memory_mib)
-    narrow = plan_for(replace(setting, narrow=True), max_memory_mib)
+        return plan_for(setting, request.max_memory_mib)
+    narrow = plan_for(replace(setting, narrow=True), request.max_memory_mib)
     assert narrow.fsdp2 is not None
     assert narrow.predicted is not None
     narrow_us = narrow.predicted.iteration_us
     narrow = replace(narrow, accuracy="bounded", fsdp2=replace(narrow.fsdp2, reduce_dtype=NARROW))
     rounds = f"gradients are added up in {NARROW}, which rounds them"
     try:
-        plan = plan_for(setting, max_memory_mib)
+        plan = plan_for(setting, request.max_memory_mib)
     except InputError as error:
         return replace(narrow, notes=(*narrow.notes, f"{rounds}; without, {error}"))
     assert plan.predicted is not None
@@ -219,7 +78,7 @@ def optimize_fsdp2(
 
 
 def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:
-    """Decide as `optimize_fsdp2`, on what is known already, in one dtype."""
+    """Decide as `optimize_wrapping`, on what is known already, in one dtype."""
     asked = _limit(setting, check_memory(max_memory_mib))
     limit = None if asked is None else int((1.0 - MARGIN) * asked)
     shards: list[int | None] = [None]
@@ -251,11 +110,9 @@ def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:
         needed = math.ceil(min(size for _, size in least) / (1.0 - MARGIN))
         raise InputError(_cannot(setting, asked, needed, max_memory_mib))
     wrappings, found = min(tried, key=lambda one: (one[1].step.iteration_us, one[1].step.peak_bytes))
-    baselines = {
-        name: simulate(setting.shape, plan, setting.costs(None), setting.executor)
-        for name, plan in baselines_of(setting).items()
-    }
-    for name, plan in baselines_of(setting).items():  # the root's part in them is of no wrapping that was searched
+    usual, costs = baselines_of(setting), setting.costs(None)
+    baselines = {name: simulate(setting.shape, plan, costs, setting.executor) for name, plan in usual.items()}
+    for name, plan in usual.items():  # the root's part in them is of no wrapping that was searched
         step = baselines[name]
         if step.iteration_us < found.step.iteration_us and (limit is None or step.peak_bytes <= limit):
             found = replace(found, plan=plan, step=step, exact=False, bound_us=min(found.bound_us, step.iteration_us))
@@ -385,18 +242,3 @@ def _notes(setting: Setting, found: Found, baselines: Mapping[str, Step], limit:
     if setting.executor == "hosts":
         notes.append("for hosts without accelerators, where messages go on beside computation by overlap_on_hosts")
     return notes
-
-
-def wrapping_rows(plan: FullyShardPlan) -> list[tuple[str, str, str, str]]:
-    """Return a row for each group: modules, after forward, fetched ahead in forward and in backward."""
-    rows = []
-    for group in (*plan.groups, (ROOT,)):
-        name = group[0]
-        reshard = plan.reshard_after_forward.get(name, name != ROOT)
-        after = "freed" if reshard is True else "kept" if reshard is False else f"kept in {reshard} parts"
-        modules = (group[0] or "the model itself") if len(group) == 1 else f"{group[0]} … {group[-1]} ({len(group)})"
-        rows.append((
-            modules, after, ", ".join(plan.forward_prefetch.get(name, ())),
-            ", ".join(plan.backward_prefetch.get(name, ())),
-        ))  # fmt: skip
-    return rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.documents.units import Unit, Units, UnitWeight
-from planner.model.fsdp2 import first_leaf, shape_of
+from planner.fsdp2.program import Shape, first_leaf
 from planner.rehearse.accelerator import SEED, Accelerator
 from runtime.plan.fully_sharded import contains
 from runtime.torch_compat import is_sharded
@@ -85,7 +85,7 @@ class UnitsModel(nn.Module):
         self._update_us, self._loss_bytes = units.update_us / ranks, units.loss_working_bytes
         self._first_requires_grad = units.units[0].input_requires_grad
         self._order = [_put(self, unit.module, _Turn(_Work(unit, self.device))) for unit in units.units]
-        shape, generator = shape_of(units, ranks), torch.Generator().manual_seed(SEED + 1 + rank)
+        shape, generator = Shape.of(units, ranks), torch.Generator().manual_seed(SEED + 1 + rank)
         for number, weight in enumerate(units.weights):
             turn = self._order[first_leaf(shape, weight.modules)]
             name, parameter = f"weight_{number}", _parameter(weight, units.element_bytes)

@@ -10,10 +10,10 @@ import pytest
 from builders import cluster_document, profile_document, two_nodes, write
 
 from planner.cli.app import main
-from planner.decide.fsdp2 import optimize_fsdp2
 from planner.documents.profile import parse_profile
+from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from runtime.errors import InputError
-from runtime.plan import load_plan, parse_plan
+from runtime.plan import Plan, load_plan, parse_plan
 
 WIDE = 256
 
@@ -39,8 +39,12 @@ def document(blocks: int = 4, **cluster: Any) -> dict[str, Any]:
     return found
 
 
+def optimized(found: dict[str, Any], **options: Any) -> Plan:
+    return optimize_wrapping(WrappingRequest(profile=parse_profile(found), **options))
+
+
 def decided(found: dict[str, Any], mib: float | None = None) -> tuple[Any, Any]:
-    plan = optimize_fsdp2(parse_profile(found), max_memory_mib=mib)
+    plan = optimized(found, max_memory_mib=mib)
     assert plan.fsdp2 is not None
     assert plan.fsdp2.peak_bytes is not None
     return plan, plan.fsdp2
@@ -76,7 +80,7 @@ def test_a_plan_is_as_fast_as_what_users_have_and_within_its_limit() -> None:
 
 def test_gradients_are_added_up_in_bfloat16_only_where_that_is_allowed_and_pays() -> None:
     dear = cluster_document((40.0, 4e-2))
-    exact, bounded = (optimize_fsdp2(parse_profile(document(**dear)), accuracy=one) for one in ("exact", "bounded"))
+    exact, bounded = (optimized(document(**dear), accuracy=one) for one in ("exact", "bounded"))
     assert exact.fsdp2 is not None
     assert bounded.fsdp2 is not None
     assert (exact.accuracy, exact.fsdp2.reduce_dtype) == ("exact", None)
@@ -88,12 +92,12 @@ def test_gradients_are_added_up_in_bfloat16_only_where_that_is_allowed_and_pays(
     assert parse_plan(bounded.to_document()) == bounded
     with pytest.raises(InputError, match=r"fsdp2\.reduce_dtype: found bfloat16 in an exact plan"):
         parse_plan(bounded.to_document() | {"accuracy": "exact"})
-    nothing = optimize_fsdp2(parse_profile(document(**cluster_document((0.001, 1e-9)))), accuracy="bounded")
+    nothing = optimized(document(**cluster_document((0.001, 1e-9))), accuracy="bounded")
     assert nothing.accuracy == "exact"
     assert any("would gain less than 2%" in note for note in nothing.notes)
     on_hosts = document(**dear)
     on_hosts["world"]["device"] = "cpu"
-    assert optimize_fsdp2(parse_profile(on_hosts), accuracy="bounded").accuracy == "exact"
+    assert optimized(on_hosts, accuracy="bounded").accuracy == "exact"
 
 
 def test_a_limit_that_cannot_be_met_says_the_least_that_can() -> None:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from planner.documents.units import Units
+from planner.documents.units import Unit, Units
 from runtime.plan import FullyShardPlan
-from runtime.plan.fully_sharded import ROOT, contains
+from runtime.plan.fully_sharded import ROOT
 
 GATHER, WAIT, FORWARD, BACKWARD, SCATTER, REDUCE, RECYCLE = (
     "all_gather", "wait", "forward", "backward", "reduce_scatter", "all_reduce", "recycle"
@@ -32,60 +32,24 @@ GATHER, WAIT, FORWARD, BACKWARD, SCATTER, REDUCE, RECYCLE = (
 MESSAGES = (GATHER, SCATTER, REDUCE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """A module that computes once in each forward."""
-
-    module: str
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    activation_bytes: int = 0
-    """What backward needs of it."""
-    forward_working_bytes: int = 0
-    """What forward takes for itself beyond that, at the most."""
-    backward_working_bytes: int = 0
-    """Likewise backward, beyond all of that and gradients; below 0 where they are never all there."""
-    carried_bytes: int = 0
-    """Of that, what is there before parameters are gathered for it."""
-    input_requires_grad: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weight:
-    """A parameter, in all modules that have it."""
-
-    modules: tuple[str, ...]
-    rows: int
-    """Its first dimension, along which it is sharded."""
-    row_numel: int = 1
-    trainable: bool = True
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.row_numel
-
-    def padded_numel(self, ranks: int) -> int:
-        """Elements with the rows that make every rank's part equally large."""
-        return -(-self.rows // ranks) * ranks * self.row_numel
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
-    """What is known of a model's step before it is wrapped."""
+    """A model's units before they are wrapped, on a number of ranks."""
 
-    leaves: tuple[Leaf, ...]
-    """In order of forward."""
-    weights: tuple[Weight, ...]
-    element_bytes: int = 4
-    reduce_bytes: int = 4
-    """Of a gradient's element on the wire."""
-    state_factor: float = 0.0
-    """Bytes of the optimizer's state for each byte of parameters."""
-    ranks: int = 2
-    loss_working_bytes: int = 0
-    """What the loss takes for itself, between forward and backward."""
-    passes_through: frozenset[str] = frozenset({ROOT})
-    """Modules whose output is that of the last module inside: the hooks of that fire first."""
+    units: Units
+    ranks: int
+    reduce_bytes: int
+    """Bytes of an element of a gradient in a message."""
+
+    @classmethod
+    def of(cls, units: Units, ranks: int) -> Shape:
+        """Return a shape whose gradients are reduced in the dtype of parameters."""
+        return cls(units, ranks, units.element_bytes)
+
+    @cached_property
+    def leaves(self) -> tuple[Unit, ...]:
+        """The modules that compute once in each forward, in its order."""
+        return self.units.units
 
     @cached_property
     def spans(self) -> Mapping[str, tuple[int, int]]:
@@ -96,30 +60,6 @@ class Shape:
             for path in (ROOT, *(".".join(steps[:count]) for count in range(1, len(steps) + 1))):
                 found[path] = (found.get(path, (index, index))[0], index)
         return found
-
-
-def shape_of(units: Units, ranks: int) -> Shape:
-    """Return what was measured of a model, on so many ranks."""
-    return Shape(
-        leaves=tuple(
-            Leaf(
-                module=unit.module, forward_us=unit.forward_us, backward_us=unit.backward_us,
-                activation_bytes=unit.activation_bytes, forward_working_bytes=unit.forward_working_bytes,
-                backward_working_bytes=unit.backward_working_bytes, carried_bytes=unit.carried_bytes,
-                input_requires_grad=unit.input_requires_grad,
-            )
-            for unit in units.units
-        ),
-        weights=tuple(
-            Weight(
-                modules=weight.modules, rows=weight.shape[0], row_numel=weight.numel // max(1, weight.shape[0]),
-                trainable=weight.trainable,
-            )
-            for weight in units.weights
-        ),
-        element_bytes=units.element_bytes, reduce_bytes=units.element_bytes, state_factor=units.state_factor,
-        ranks=ranks, loss_working_bytes=units.loss_working_bytes, passes_through=frozenset(units.passes_through),
-    )  # fmt: skip
 
 
 class Action(NamedTuple):
@@ -187,7 +127,6 @@ class _Group:
     backward_list: list[int]
     gathered_bytes: int = 0
     """Of its parameters, whole and padded."""
-    gradient_bytes: int = 0
     scattered_bytes: int = 0
     part_bytes: int = 0
     """Of this rank's reduced gradients."""
@@ -255,10 +194,10 @@ class _Host:
         )  # fmt: skip
 
     def _place_weights(self) -> None:
-        shape, shard = self.shape, self.shard
+        shape, shard, element_bytes = self.shape, self.shard, self.shape.units.element_bytes
         parts = 0
         self.gradients: list[list[tuple[int, int]]] = [[] for _ in shape.leaves]
-        for weight in shape.weights:
+        for weight in shape.units.weights:
             owners = {self._owner_of(module) for module in weight.modules}
             if len(owners) > 1:
                 raise ValueError(
@@ -266,20 +205,19 @@ class _Host:
                 )
             number = owners.pop()
             group, padded = self.groups[number], weight.padded_numel(shard)
-            group.gathered_bytes += padded * shape.element_bytes
-            group.kept_part_bytes += padded * shape.element_bytes // group.among if group.among else 0
-            parts += padded * shape.element_bytes // shard
+            group.gathered_bytes += padded * element_bytes
+            group.kept_part_bytes += padded * element_bytes // group.among if group.among else 0
+            parts += padded * element_bytes // shard
             if weight.trainable:
                 group.scattered_bytes += padded * shape.reduce_bytes
-                group.gradient_bytes += weight.numel * shape.element_bytes
-                group.part_bytes += padded * shape.element_bytes // shard
+                group.part_bytes += padded * element_bytes // shard
                 # Its gradient is there when the first leaf that has it, backward the last, has been computed.
                 leaf = first_leaf(shape, weight.modules)
-                self.gradients[leaf].append((number, weight.numel * shape.element_bytes))
+                self.gradients[leaf].append((number, weight.numel * element_bytes))
                 place = group.modules.index(_above(weight.modules[0], group.modules))
                 if place >= group.last[0]:
-                    group.last = place, weight.numel * shape.element_bytes
-        self.fixed = parts + round(shape.state_factor * parts)
+                    group.last = place, weight.numel * element_bytes
+        self.fixed = parts + round(shape.units.state_factor * parts)
 
     def _owner_of(self, module: str) -> int:
         return self.owner[_above(module, self.owner)]
@@ -299,8 +237,8 @@ class _Host:
             self._forward(index)
         self._let_go()
         self.turned = True
-        self._take(self.shape.loss_working_bytes)
-        self._take(-self.shape.loss_working_bytes)
+        self._take(self.shape.units.loss_working_bytes)
+        self._take(-self.shape.units.loss_working_bytes)
         for index in reversed(range(len(self.shape.leaves))):
             self._backward(index)
         for group in (len(self.groups) - 1, *sorted(range(len(self.groups) - 1), key=self._registered)):
@@ -405,7 +343,7 @@ class _Host:
             group.phase = "idle"
         group.state_phase = "idle"
         # Hooks of one tensor fire in the order in which they came; of tensors that follow each other, the last first.
-        if module in self.shape.passes_through:
+        if module in self.shape.units.passes_through:
             self.before[index].append(number)
         else:
             self.before[index].insert(0, number)
@@ -475,12 +413,3 @@ def _above(module: str, known: Container[str]) -> str:
     """The innermost of known modules that a module is, or is a part of; the model itself where there is no other."""
     steps = module.split(".") if module else []
     return next((path for count in range(len(steps), 0, -1) if (path := ".".join(steps[:count])) in known), ROOT)
-
-
-def chain(names: Sequence[str]) -> list[str]:
-    """The names that are no parts of other ones, in order.
-
-    >>> chain(["a", "a.b", "c"])
-    ['a', 'c']
-    """
-    return [name for name in names if not any(contains(other, name) for other in names)]

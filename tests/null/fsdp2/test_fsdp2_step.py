@@ -10,8 +10,8 @@ from fsdp2_cases import ROWS, chain_of, even, fixed_costs, lines, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.model.fsdp2 import Shape, host_program
-from planner.model.fsdp2_step import NETWORK, Costs, Executor, simulate
+from planner.fsdp2.program import Shape, host_program
+from planner.fsdp2.simulator import NETWORK, Costs, Executor, simulate
 from runtime.plan import FullyShardPlan
 
 EACH = FullyShardPlan(groups=(("u0",), ("u1",), ("u2",)))
@@ -137,9 +137,10 @@ def test_no_resource_does_two_things_at_once_and_all_is_done(shape: Shape, costs
 
 def test_what_no_model_has_is_refused() -> None:
     shape = even(3)
-    tied = replace(shape, weights=(*shape.weights, replace(shape.weights[0], modules=("u0", "u2"))))
+    weights = shape.units.weights
+    tied = replace(shape, units=replace(shape.units, weights=(*weights, replace(weights[0], modules=("u0", "u2")))))
     with pytest.raises(ValueError, match="tied parameter of u0 and u2 in two groups"):
         host_program(tied, EACH)
     with pytest.raises(ValueError, match="found 'u9' in a group, which computes nothing"):
         host_program(shape, FullyShardPlan(groups=(("u9",),)))
-    assert shape.weights[0].rows == ROWS
+    assert weights[0].shape[0] == ROWS

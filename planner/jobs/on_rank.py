@@ -1,0 +1,114 @@
+"""What every rank does for `planner profile` and `planner run`: build the job, measure it or train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
+from planner.documents.profile import Profile
+from planner.jobs.local_training import measure_updaters, train_rank_locally
+from planner.jobs.training import KEPT_BATCHES, BuiltJob, RankRun, Trainer, build, error_context, this_rank
+from planner.profile.links import measure_links
+from planner.profile.loading import LONGEST_S as LOADING_S
+from planner.profile.loading import batch_samples, measure_loading
+from planner.profile.progress import Progress
+from planner.profile.request import LOGGER, Request, heard
+from planner.profile.step import deadline_s, joined, measure
+from planner.profile.units import measure_units
+from runtime.monitor.preserve import preserved
+from runtime.plan import Plan
+
+LIBRARY_S = 8.0
+"""Seconds for the curve of each of the two collectives that FSDP2 calls."""
+
+
+def profile_rank(
+    spec: str,
+    device: str,
+    show_progress: bool,
+    timeout_s: float | None = None,
+    updaters: int = 0,
+    request: Request | None = None,
+) -> Profile:
+    """Profile a job by its name on this rank, with up to so many local updaters; every rank gets the same profile.
+
+    `timeout_s` is that of `profile_step`. Raises InputError where modules are asked for, and none computes once in
+    a step.
+    """
+    built = build(spec, device)
+    batches = [built.batch(step) for step in range(KEPT_BATCHES)]
+    turn = 0
+
+    def step(loss_ready: Callable[[], None]) -> None:
+        nonlocal turn
+        turn += 1
+        loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
+        loss_ready()
+        built.backward(loss)
+
+    progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
+    with error_context(spec), heard():
+        found = measure(
+            built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        if built.job.dataset is not None and found.loading is None:
+            if this_rank() == 0:
+                LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
+            samples = built.job.batch_samples or batch_samples(batches[0])
+            with joined(None, timeout_s) as world:
+                found = replace(found, loading=measure_loading(built.job.dataset, samples, world))
+        if updaters:
+            found = measure_updaters(built, batches[0], found, updaters, progress, timeout_s)
+        if request is not None and request.units:
+            found = _with_units(built, step, found, progress, timeout_s)
+        return found
+
+
+def _with_units(
+    built: BuiltJob, step: Callable[[Callable[[], None]], None], found: Profile, progress: Progress,
+    timeout_s: float | None,
+) -> Profile:  # fmt: skip
+    """Return the profile with what FSDP2 could gather together, and with its messages; every rank gets the same.
+
+    The plain model has to fit on one rank.
+    """
+
+    def from_zero(loss_ready: Callable[[], None]) -> None:
+        built.model.zero_grad()
+        step(loss_ready)
+
+    compute, cluster = found.compute, found.cluster
+    if timeout_s is None:
+        timeout_s = deadline_s(compute.step_us, compute.size_bytes)
+    with joined(None, timeout_s) as world:
+        if this_rank() == 0:
+            LOGGER.info("profile: modules that FSDP2 could gather together, and its messages: some seconds")
+        with preserved(built.model):
+            units = measure_units(built.model, from_zero, None, world, update_us=compute.update_us)
+        state_bytes = None if compute.optimizer is None else compute.optimizer.state_bytes
+        if state_bytes is not None and compute.size_bytes:
+            units = replace(units, state_factor=round(state_bytes / compute.size_bytes, 3))
+        if cluster is not None and world.ranks > 1:
+            names = (LIBRARY_GATHER, LIBRARY_SCATTER)
+            times = measure_links(world, built.device, compute.size_bytes, progress, names, LIBRARY_S)
+            cluster = replace(
+                cluster, samples={**(cluster.samples or {}), **times.samples},
+                notes=(*(cluster.notes or ()), *times.cut) or None,
+            )  # fmt: skip
+        agreed: Profile = world.gather(replace(found, units=units, cluster=cluster), "agreeing on the profile")[0]
+        return agreed
+
+
+def train_rank(
+    spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
+) -> RankRun:
+    """Train a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    if plan is not None and plan.local_async is not None:
+        return train_rank_locally(spec, plan, steps, device, timeout_s)
+    built = build(spec, device)
+    trainer = Trainer(built, plan, timeout_s)
+    for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
+        trainer.step(built.batch(step))
+    return trainer.close()

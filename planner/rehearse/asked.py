@@ -1,0 +1,250 @@
+"""What `planner rehearse` is asked for: a plan with buckets, or wrappings for FSDP2. Never imports torch."""
+
+from __future__ import annotations
+
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from planner.comparison.report import Comparison, summarize
+from planner.comparison.wrappings import summarize_wrappings
+from planner.decide.bounded import split_passes
+from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.estimate import on_accelerator
+from planner.documents.profile import Cluster, Link, OptimizerProfile, Profile
+from planner.documents.text import mebibytes
+from planner.documents.units import Units
+from planner.fsdp2.inputs import Setting, units_of_gradients
+from planner.ir import ACCURACIES
+from planner.model.problem import make_problem
+from planner.rehearse.scale import check_profile, links_of, on_hosts
+from planner.testbed.hosts import FASTEST_BITS_PER_S, MAX_RANKS, Emulation
+from runtime.errors import InputError
+from runtime.plan import Accuracy
+
+if TYPE_CHECKING:
+    from planner.comparison.measure import Measured
+
+Figures = Mapping[str, Mapping[str, float]]
+"""Figures of rows by their name in JSON and by variant."""
+Bounds = Mapping[str, float | None]
+"""Figures of a rehearsal as a whole, by their name in JSON."""
+
+STRATEGIES = ("wfbp", "single", "mg_wfbp")
+DEFAULT_MINUTES, LEAST_MINUTES, MOST_MINUTES = 10.0, 0.5, 600.0
+LATE_SHARE = 0.01
+"""Share of a step from which host time that does not fit under waits is reported."""
+PLAIN_SGD = OptimizerProfile(name="SGD", adaptive=False, elementwise=True, holds_all=True)
+_HOSTS = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(ABC):
+    """A model, the hosts that are emulated, and at which scale; sent to ranks."""
+
+    COLUMNS: ClassVar[tuple[str, ...]]
+    """Further columns of the table."""
+    LEFT: ClassVar[tuple[str, ...]]
+    """Columns that are aligned to the left."""
+    UNDER: ClassVar[str] = ""
+    """What executes the plan, in the title."""
+    name: str
+    profile: Profile
+    cluster: Cluster
+    """With as many hosts and ranks as are emulated."""
+    minutes: float = DEFAULT_MINUTES
+    dilate: float | None = None
+    shrink: float | None = None
+
+    def left_s(self, started_s: float) -> float:
+        """Return what is left of the minutes that began then, by `time.time`."""
+        return self.minutes * 60.0 - (time.time() - started_s)
+
+    @property
+    def hosts(self) -> str:
+        """Hosts and ranks on each, `8x1`."""
+        return f"{self.cluster.nodes}x{self.cluster.ranks_per_node}"
+
+    @property
+    def emulation(self) -> Emulation:
+        """The hosts, with links that nothing holds yet."""
+        hosts, ranks = self.cluster.nodes, self.cluster.ranks_per_node
+        fastest = FASTEST_BITS_PER_S
+        return Emulation(hosts=hosts, ranks_per_host=ranks, bits_per_s=fastest, spec=f"{hosts}x{ranks}@100gbit")
+
+    @abstractmethod
+    def summarize(self, measured: Sequence[Measured]) -> Comparison:
+        """Compare from what each rank saw, in order of rank."""
+
+    @abstractmethod
+    def notes(self, steps_us: Mapping[str, float], figures: Figures, bounds: Bounds) -> list[str]:
+        """Return what a reader has to know of the rehearsal itself; `steps_us`: by variant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedPlan(Asked):
+    """A rehearsal of a plan with buckets, DDP and strategies."""
+
+    COLUMNS = ("hidden", "buckets")
+    LEFT = ("",)
+    strategies: tuple[str, ...] = STRATEGIES
+    accuracy: Accuracy = "exact"
+    allow: tuple[str, ...] = ()
+    compress: str | None = None
+
+    def summarize(self, measured: Sequence[Measured]) -> Comparison:
+        """See `Asked`."""
+        return summarize(measured)
+
+    def notes(self, steps_us: Mapping[str, float], figures: Figures, bounds: Bounds) -> list[str]:
+        """See `Asked`."""
+        lines = ["rehearsed on this machine: neither contention on the accelerator nor NCCL's own behaviour is in it"]
+        return lines + late_note("hooks and updates", figures["late_us"], steps_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedWrappings(Asked):
+    """A rehearsal of a plan for FSDP2 and the usual wrappings.
+
+    Units are waited for; parameters, messages, hooks and memory are FSDP2's own. Meshes have one dimension: on hosts
+    the all-reduces of HSDP block.
+    """
+
+    COLUMNS = ("groups", "peak predicted", "peak counted", "weights")
+    LEFT = ("", "weights")
+    UNDER = " under FSDP2"
+    units: Units
+    max_memory_mib: float | None = None
+
+    def setting(self, cluster: Cluster) -> Setting:
+        """Return the model on hosts, with what a cluster says of messages."""
+        problem = make_problem(self.profile, cluster, where=self.name)
+        return Setting(problem=problem, units=self.units, executor="hosts")
+
+    def flat(self, **measured: Any) -> Cluster:
+        """Return the cluster as one communicator sees it, by what was measured of its messages."""
+        beta = 8e6 / links_of(self.cluster).inter_bits_per_s
+        return replace(
+            self.cluster, nodes=self.cluster.ranks, ranks_per_node=1, nics_per_node=1, intra=None,
+            inter=Link(alpha_us=0.0, beta_us_per_byte=beta), back_to_back=None, collectives=None, contention=None,
+            library=None, nccl=None, measured_for=None, emulated="namespaces", **measured,
+        )  # fmt: skip
+
+    def summarize(self, measured: Sequence[Measured]) -> Comparison:
+        """See `Asked`."""
+        return summarize_wrappings(measured)
+
+    def notes(self, steps_us: Mapping[str, float], figures: Figures, bounds: Bounds) -> list[str]:
+        """See `Asked`."""
+        lines = [
+            "rehearsed on this machine, where hosts wait for messages themselves: neither streams and contention of an "
+            "accelerator nor NCCL's own behaviour are in it",
+            "HSDP is not rehearsed: on hosts its all-reduces block",
+            "peaks are counted in one step of the shrunk model, and the optimizer's state is added by the profile",
+        ]
+        if (limit := bounds["limit_bytes"]) is not None:
+            over = [name for name, size_bytes in figures["counted_bytes"].items() if size_bytes > limit]
+            lines.append(f"limit {mebibytes(int(limit))}" + (f"; above it: {', '.join(over)}" if over else ""))
+        return lines + late_note("hooks", figures["late_us"], steps_us)
+
+
+def late_note(what: str, late_us: Mapping[str, float], steps_us: Mapping[str, float]) -> list[str]:
+    """Return a line where what the host does did not fit under its waits in some variant's step; by variant, in µs."""
+    late = [
+        f"{name} {late_us[name] / 1e3:.2g} ms"
+        for name, step_us in steps_us.items()
+        if late_us.get(name, 0.0) > LATE_SHARE * step_us
+    ]
+    if not late:
+        return []
+    return [
+        f"{what} took longer than the waits that they go on under, of a step: {', '.join(late)}; --dilate or --shrink "
+        f"more, or fewer hosts"
+    ]
+
+
+def make_asked(
+    name: str, cluster: str | None, hosts: str | None, *, strategies: Sequence[str], accuracy: str,
+    allow: Sequence[str], minutes: float, dilate: float | None, shrink: float | None, compress: str | None = None,
+) -> AskedPlan:  # fmt: skip
+    """Return what the options ask for.
+
+    Raises:
+        InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
+    """
+    profile = _as_rehearsed(find_profile(name))
+    if accuracy not in ACCURACIES:
+        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
+    chosen = hosts_of(name, profile, cluster, hosts, minutes)
+    return AskedPlan(
+        name=name, profile=replace(on_accelerator(profile, chosen), cluster=None), cluster=chosen,
+        strategies=tuple(strategies), accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes,
+        dilate=dilate, shrink=shrink,
+    )  # fmt: skip
+
+
+def make_asked_wrappings(
+    name: str, cluster: str | None, hosts: str | None, *, max_memory_mib: float | None, minutes: float,
+    dilate: float | None, shrink: float | None,
+) -> AskedWrappings:  # fmt: skip
+    """Return what the options ask for; units are the profile's, or blocks by its gradients' names.
+
+    Raises InputError as `make_asked`.
+    """
+    profile = find_profile(name)
+    chosen = hosts_of(name, profile, cluster, hosts, minutes)
+    problem = make_problem(profile, chosen, where=name)
+    units = problem.profile.units or units_of_gradients(problem)
+    # What units free before gradients are there is not acted out, nor what goes on from one to the next.
+    acted = tuple(
+        replace(unit, backward_working_bytes=max(0, unit.backward_working_bytes), carried_bytes=0)
+        for unit in units.units
+    )
+    units = replace(units, units=acted, update_us=units.update_us or problem.update_us, passes_through=("",))
+    resolved = problem.profile
+    return AskedWrappings(
+        name=name, cluster=chosen, units=units, max_memory_mib=max_memory_mib, minutes=minutes, dilate=dilate,
+        shrink=shrink,
+        profile=replace(
+            resolved, cluster=None, units=units, world=replace(resolved.world, device="cpu"),
+            compute=replace(resolved.compute, estimate=None),
+        ),
+    )  # fmt: skip
+
+
+def hosts_of(name: str, profile: Profile, cluster: str | None, hosts: str | None, minutes: float) -> Cluster:
+    """Return the cluster of as many hosts as are asked for. Raises InputError as `make_asked`."""
+    check_profile(profile, name)
+    machines = profile.cluster if cluster is None else find_cluster(cluster)
+    if machines is None:
+        raise InputError(f"{name}: found no cluster, expected MODEL@CLUSTER or --cluster; `planner catalog` lists them")
+    match = _HOSTS.fullmatch(hosts) if hosts is not None else None
+    if hosts is not None and match is None:
+        raise InputError(f"--hosts: found {hosts!r}, expected HOSTSxRANKS, for example 8x1; correct it")
+    count, each = (int(match[1]), int(match[2])) if match else (machines.nodes, machines.ranks_per_node)
+    if not 2 <= count * each <= MAX_RANKS:
+        raise InputError(
+            f"--hosts {count}x{each}: found {count * each} ranks, expected 2 to {MAX_RANKS} on one machine; name fewer "
+            f"hosts, for example --hosts 8x1"
+        )
+    if not LEAST_MINUTES <= minutes <= MOST_MINUTES:
+        raise InputError(f"--minutes: found {minutes:g}, expected {LEAST_MINUTES:g} to {MOST_MINUTES:g}; correct it")
+    chosen = on_hosts(machines, count, each)
+    links_of(chosen)  # says what is missing before anything is started
+    return chosen
+
+
+def _as_rehearsed(profile: Profile) -> Profile:
+    """The profile with what is rehearsed of it: parameters that are shrunk have one dimension, so that nothing has low
+    rank; where nothing is said of the optimizer it is the one that updates them; and the layers of a trace become
+    modules, which wait for their own weights.
+    """
+    compute = profile.compute
+    gradients = tuple(replace(gradient, matrix=None) for gradient in compute.gradients)
+    if not any("." in gradient.name for gradient in gradients):
+        gradients = tuple(replace(gradient, name=f"{gradient.name}.weight") for gradient in gradients)
+    return replace(profile, compute=replace(compute, gradients=gradients, optimizer=compute.optimizer or PLAIN_SGD))
