@@ -20,9 +20,7 @@ from planner.cost.phases import Phase
 from planner.cost.sparse import FREE
 from planner.documents.accelerators import ACCELERATORS
 from planner.documents.profile import Cluster, Line
-
-TWO_SHOT, NATIVE = "two_shot", "native"
-"""Algorithms; and of `samples`: times over narrow bytes, of two shots without what owners compute."""
+from runtime.plan.transports import NATIVE, TWO_SHOT
 
 WIDE_BYTES = 4
 """Of an element as it is added up (float32); lines of encoding and decoding are over these."""
@@ -45,7 +43,7 @@ NARROW_FORMS = (
     ("float16", TWO_SHOT), ("bfloat16", TWO_SHOT), ("bfloat16", NATIVE), ("int8", TWO_SHOT),
     ("float8_e4m3fn", TWO_SHOT),
 )  # fmt: skip
-"""(dtype, algorithm) that a plan may choose among, in the same order: what native sums lose, no residual keeps."""
+"""(dtype, transport) that a plan may choose among, in the same order: what native sums lose, no residual keeps."""
 
 
 def ratio_of(dtype: str) -> float:

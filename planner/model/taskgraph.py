@@ -18,22 +18,19 @@ from typing import Literal
 
 import networkx as nx
 
-from planner.cost.sparse import FLAT_GATHERS
-from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.ir import Schedule
+from planner.model.codecs import Spending
 from planner.model.delay import COMPUTE as COMPUTING
 from planner.model.delay import NETWORK, SPREADING, ops, resources
 from planner.model.delay_load import StepWork
 from planner.model.lanes import Op
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.model.spending import Spending, slowdowns, spending
+from planner.model.spending import slowdowns, spending
 from planner.model.step import Exchange
 from runtime.plan.timeline import Span
 
 COMPUTE = "compute"
-ONE_NETWORK = ("library", "tree", TWO_SHOT, NATIVE, *FLAT_GATHERS)
-"""Algorithms whose messages pass through all ranks, for which contention by size was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +81,8 @@ def build_graph(problem: Problem, schedule: Schedule, steps: int = 1, exchange: 
     factors: list[tuple[float, float] | None] = [None] * len(buckets)
     if problem.cost.slowdown is not None:
         by_size = slowdowns(problem, buckets, spent_on)
-        factors = [of if b.algorithm in ONE_NETWORK else None for of, b in zip(by_size, buckets, strict=True)]
+        # Contention by size was measured of messages that pass through all ranks.
+        factors = [None if b.transport.hierarchical else of for of, b in zip(by_size, buckets, strict=True)]
 
     def add(step: int, name: str, kind: str, duration_us: float, after: Ends, bucket: int | None = None) -> Ends:
         task = Task(name=name, kind=kind, resource=COMPUTE, duration_us=duration_us, bucket=bucket, step=step)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from planner.comparison.measure import Record, Sweep, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, Hook, Variant, make_variants, sweep
-from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, ComputeProfile, Line, Profile, SelectionLine
@@ -53,6 +52,7 @@ from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
 from runtime.plan import Accuracy, Plan
 from runtime.plan.interfaces import SHARDED_STEP, granted
+from runtime.plan.transports import LIBRARY, NATIVE, TWO_SHOT
 from runtime.session.session import Session
 from runtime.sparse.residuals import ErrorFeedbackState
 
@@ -208,7 +208,7 @@ class Teller:
 def probe(world: World) -> Machine:
     """Return what an all-reduce costs these ranks where no link holds it."""
     device = torch.device("cpu")
-    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+    communicator = make_communicator(world, [COLLECTIVES[LIBRARY]], device)
     try:
         times = {}
         for numel in (256, PROBE_BYTES // 4):
@@ -327,7 +327,7 @@ def _decide(
     """Time messages alone, and decide by what that took."""
     halves, lossy = _shares_update(asked) or riskiest == "relaxed", riskiest != "exact"
     names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
-    names += [TWO_SHOT, NATIVE] * lossy
+    names += [TWO_SHOT.algorithm, NATIVE.algorithm] * lossy
     gradients = asked.profile.compute.gradients
     size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
     two_links = asked.cluster.ranks_per_node > 1
@@ -458,12 +458,7 @@ def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
     index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
     return Schedule(
         buckets=tuple(
-            Bucket(
-                gradients=tuple(index[name] for name in bucket.gradients),
-                collective=bucket.collective,
-                algorithm=bucket.algorithm,
-            )
-            for bucket in plan.buckets
+            Bucket(tuple(index[name] for name in bucket.gradients), bucket.transport) for bucket in plan.buckets
         )
     )
 

@@ -19,6 +19,7 @@ from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay
 from planner.strategies.topologies import phased_problem
+from runtime.plan.transports import TORUS_2D
 
 LINKS = {
     "intra": {"alpha_us": 5.0, "beta_us_per_byte": 0.001},
@@ -113,10 +114,10 @@ def test_an_order_that_contradicts_itself_is_refused() -> None:
 def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list[tuple[int, float]]) -> None:
     """The search is no proof: it is held against all merges, and never loses more than a twentieth here."""
     problem = problem_of(rows, ranks_per_node=2)
-    found = simulate_schedule(problem, make_schedule(problem, "torus_2d")).iteration_us
+    found = simulate_schedule(problem, make_schedule(problem, TORUS_2D)).iteration_us
     cuts = range(1, problem.count)
     every = (
-        simulate_schedule(problem, Schedule.from_boundaries([*chosen, problem.count], "torus_2d")).iteration_us
+        simulate_schedule(problem, Schedule.from_boundaries([*chosen, problem.count], TORUS_2D)).iteration_us
         for size in range(problem.count)
         for chosen in itertools.combinations(cuts, size)
     )

@@ -27,6 +27,7 @@ from planner.search.merge_phased import PhasedProblem
 from planner.strategies.topologies import phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan import parse_plan
+from runtime.plan.transports import TORUS_2D
 
 SHORT = 0.3
 """Deterministic time enough for small problems."""
@@ -213,4 +214,4 @@ def test_one_rank_sends_nothing(count: int) -> None:
 def test_hints_of_any_shape_are_taken() -> None:
     """A schedule that is no run of consecutive gradients gives the program's optimum as the hint."""
     assert boundaries(Schedule.from_boundaries([2, 3])) == (2, 3)
-    assert boundaries(Schedule.from_boundaries([2, 3], "torus_2d")) is None
+    assert boundaries(Schedule.from_boundaries([2, 3], TORUS_2D)) is None
