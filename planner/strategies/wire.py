@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.wire import ELEMENT_BYTES
+from planner.cost.wire import DTYPES
 from planner.ir import Bucket, Places, Schedule
 from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
@@ -24,8 +24,8 @@ def wire(problem: Problem, argument: str | None = None) -> Schedule:
     native = argument == NATIVE.algorithm
     transport = NATIVE if native else TWO_SHOT
     dtype = USUAL if native or argument is None else argument
-    if dtype not in ELEMENT_BYTES:
-        known = ", ".join((*ELEMENT_BYTES, NATIVE.algorithm))
+    if dtype not in DTYPES:
+        known = ", ".join((*DTYPES, NATIVE.algorithm))
         raise InputError(f"found the strategy wire:{argument}, expected one of {known}, such as wire:int8")
     odd = next((one for one in problem.profile.compute.gradients if one.dtype not in NARROWED), None)
     if odd is not None:

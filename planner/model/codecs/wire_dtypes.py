@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.wire import ELEMENT_BYTES, NARROW_FORMS, encoding, ratio_of
+from planner.cost.wire import DTYPES, encoding, ratio_of
 from planner.documents.text import mib, pluralize
 from planner.ir import Bucket, Schedule
 from planner.model.codecs.codec import (
@@ -78,7 +78,7 @@ class Wire(CodecModel):
     def _kept(self, problem: Problem, limits: Limits) -> NDArray[np.bool_]:
         """Return of each gradient whether it is not sent in this dtype: also where that is no narrower."""
         wide_bytes = problem.size_bytes / np.maximum(1, problem.numel)
-        return np.asarray(limits.whole | ((wide_bytes <= ELEMENT_BYTES[self.dtype]) & (problem.numel > 0)))
+        return np.asarray(limits.whole | ((wide_bytes <= DTYPES[self.dtype].element_bytes) & (problem.numel > 0)))
 
     def columns(self, problem: Problem, form: Form, limits: Limits) -> ColumnOf:
         cost = problem.wire_cost(self.dtype, form.transport)
@@ -109,8 +109,12 @@ class Wire(CodecModel):
 
     @classmethod
     def forms(cls, problem: Problem, limits: Limits, steps: Steps) -> list[Form]:
-        possible = () if limits.whole.all() else NARROW_FORMS
-        return [Form(transport, cls(dtype), ratio_of(dtype)) for dtype, transport in possible]
+        possible = {} if limits.whole.all() else DTYPES
+        return [
+            Form(transport, cls(name), ratio_of(name))
+            for name, dtype in possible.items()
+            for transport in dtype.transports
+        ]
 
     @classmethod
     def forms_text(cls, forms: Sequence[Form]) -> str:
@@ -125,13 +129,12 @@ class Wire(CodecModel):
     @classmethod
     def notes(cls, problem: Problem, schedule: Schedule, buckets: Sequence[Bucket], limits: Floats) -> list[str]:
         members = [index for bucket in buckets for index in bucket.gradients]
-        dtypes = [bucket.codec.dtype for bucket in buckets if isinstance(bucket.codec, Wire)]
-        sent_bytes = sum(
-            ELEMENT_BYTES[dtype] * problem.elements(bucket) for dtype, bucket in zip(dtypes, buckets, strict=True)
-        )
+        elements = [(b.codec.dtype, problem.elements(b)) for b in buckets if isinstance(b.codec, Wire)]
+        dtypes = dict.fromkeys(dtype for dtype, _ in elements)
+        sent_bytes = sum(DTYPES[dtype].element_bytes * count for dtype, count in elements)
         dense_bytes = mib(int(problem.size_bytes[members].sum()))
         note = (
-            f"{pluralize(len(buckets), 'bucket')} in {', '.join(dict.fromkeys(dtypes))}: {dense_bytes} of gradients "
+            f"{pluralize(len(buckets), 'bucket')} in {', '.join(dtypes)}: {dense_bytes} of gradients "
             f"travel as {mib(round(sent_bytes))}"
             + (" between nodes, whole inside them" if all(b.transport.hierarchical for b in buckets) else "")
             + "; what rounding loses is sent in later steps"
