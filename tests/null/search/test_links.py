@@ -97,7 +97,7 @@ def test_tables_hold_the_buckets_that_plans_get() -> None:
             _, work = known
             phases = [time_us for _, time_us in work.phases]
             ours = [tables.scatter_us[at], tables.cost_us[at], tables.gather_us[at]]
-            assert (ours if form.phased else ours[1:2]) == pytest.approx(phases)
+            assert (ours if form.transport.hierarchical else ours[1:2]) == pytest.approx(phases)
             assert (tables.select_us[at], tables.unpack_us[at]) == pytest.approx((work.select_us, work.unpack_us))
     assert tables.only(np.array([0, 2, 5])).cost_us.tolist() == tables.cost_us[:, [0, 2, 5]][:, :, [0, 2, 5]].tolist()
 
