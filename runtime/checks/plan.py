@@ -287,7 +287,7 @@ def _check_form(bucket: PlanBucket) -> str | None:
     if family.selects != transport.sparse:
         which = (name for name, other in COMPRESSORS.items() if other.selects == transport.sparse)
         return f"{found}; expected one of {', '.join(which)} there"
-    between = spec.links == BETWEEN_NODES
+    between = bool(family.between) and spec.links == BETWEEN_NODES
     if transport not in (family.between if between else family.transports):
         if family.between:
             return f"{found} {_links_hint(family, between=between, narrow=transport in family.between)}"
