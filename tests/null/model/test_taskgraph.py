@@ -114,7 +114,7 @@ def test_an_order_that_contradicts_itself_is_refused() -> None:
 def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list[tuple[int, float]]) -> None:
     """The search is no proof: it is held against all merges, and never loses more than a twentieth here."""
     problem = problem_of(rows, ranks_per_node=2)
-    found = simulate_schedule(problem, make_schedule(problem, TORUS_2D)).iteration_us
+    found = simulate_schedule(problem, make_schedule(problem, "torus_2d")).iteration_us
     cuts = range(1, problem.count)
     every = (
         simulate_schedule(problem, Schedule.from_boundaries([*chosen, problem.count], TORUS_2D)).iteration_us

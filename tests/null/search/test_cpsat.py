@@ -112,7 +112,7 @@ def test_two_links_equal_brute_force(mixed: bool) -> None:
         assert solution.proven
         assert best_us - solution.error_us <= solution.bound_us <= best_us * (1 + 1e-12)
         assert arrays.end_us(solution.stops) <= best_us + solution.error_us
-        assert boundaries(make_schedule(problem, "torus_2d"), "torus_2d") is not None
+        assert boundaries(make_schedule(problem, "torus_2d"), TORUS_2D) is not None
         found = make_schedule(problem, "torus_2d")
         assert solution.bound_us <= simulate_schedule(problem, found).iteration_us <= best_us * 1.05 + 10.0
 
