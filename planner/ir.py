@@ -11,78 +11,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.plan import Accuracy, combinations
+from runtime.plan.transports import LIBRARY, Transport
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+class Codec:
+    """How the elements of a bucket are encoded, as a frozen value; `str` gives its part of a bucket's text.
+
+    The codecs, and what the planner asks of each, are in `planner.model.codecs`.
+    """
+
+    name: ClassVar[str]
+    """The compressor's name in plan.json."""
+    exact: ClassVar[bool] = False
+    """Whether all elements arrive as they are."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether it selects a number of elements from each layer."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Codec):
+    """All elements as they are."""
+
+    name: ClassVar[str] = "none"
+    exact: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that travel as one message per dtype; indices in readiness order.
+    """Gradients that are sent as one message per dtype; indices in readiness order.
 
-    >>> str(Bucket(gradients=(0, 1, 2, 5)))
+    >>> str(Bucket((0, 1, 2, 5)))
     '[0-2,5] all_reduce/library none'
-    >>> str(Bucket(gradients=(3,), collective="sparse", algorithm="flat", compressor="topk", k=120))
-    '[3] sparse/flat topk k=120'
-    >>> str(Bucket(gradients=(3, 4), collective="sparse", algorithm="flat", compressor="topk", k=121, ks=(120, 1)))
-    '[3-4] sparse/flat topk k=121 ks=120,1'
-    >>> str(Bucket.narrow((0, 1), "int8"))
-    '[0-1] all_reduce/two_shot wire dtype=int8'
-    >>> str(Bucket.low_rank((0, 1), 4))
-    '[0-1] all_reduce/library powersgd rank=4'
     """
 
     gradients: tuple[int, ...]
-    collective: str = "all_reduce"
-    algorithm: str = "library"
-    compressor: str = "none"
-    k: int | None = None
-    """Elements that the compressor selects of the bucket (for `hitopk`: of each shard of a node)."""
-    ks: tuple[int, ...] | None = None
-    """The same by layer: for each run of gradients of one layer in the bucket; their sum is `k`. None: from all."""
-    dtype: str | None = None
-    """On the wire, of the compressor `wire`."""
-    rank: int | None = None
-    """Of the products that the compressor `powersgd` sends in place of matrices."""
-
-    @classmethod
-    def sparse(
-        cls, gradients: Iterable[int], k: int, algorithm: str = "flat", ks: Iterable[int] | None = None
-    ) -> Bucket:
-        """Of which the k largest elements travel, or of each run of a layer its `ks`."""
-        by_layer = None if ks is None else tuple(ks)
-        return cls(
-            gradients=tuple(gradients), collective="sparse", algorithm=algorithm, compressor="topk", k=k, ks=by_layer
-        )
-
-    @classmethod
-    def narrow(cls, gradients: Iterable[int], dtype: str, algorithm: str = "two_shot") -> Bucket:
-        """Of which all elements travel, in a narrower dtype; by `torus_2d` between nodes alone."""
-        return cls(gradients=tuple(gradients), algorithm=algorithm, compressor="wire", dtype=dtype)
-
-    @classmethod
-    def low_rank(cls, gradients: Iterable[int], rank: int) -> Bucket:
-        """Whose matrices travel as products of two thin ones."""
-        return cls(gradients=tuple(gradients), compressor="powersgd", rank=rank)
+    transport: Transport = LIBRARY
+    codec: Codec = Dense()
 
     @property
     def whole(self) -> bool:
-        """Whether what arrives is the average as it is: nothing is left out or rounded."""
-        return self.compressor == "none"
-
-    @property
-    def form(self) -> tuple[str, str, str]:
-        """(collective, algorithm, compressor)."""
-        return self.collective, self.algorithm, self.compressor
+        """Whether what arrives is the average as it is: no element is left out or rounded."""
+        return self.codec.exact
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What a mode may not go with, by names of `runtime.plan.combinations`; none where it is whole and dense."""
-        return tuple(combinations.features_of_bucket(*self.form, by_layer=self.ks is not None))
+        """The features that a mode may not go with (`runtime.plan.combinations`); none of a dense all-reduce."""
+        features = combinations.features_of_bucket(self.transport, self.codec.name, by_layer=self.codec.by_layer)
+        return tuple(features)
 
     def __str__(self) -> str:
-        text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
-        text = text if self.dtype is None else f"{text} dtype={self.dtype}"
-        text = text if self.rank is None else f"{text} rank={self.rank}"
-        text = text if self.k is None else f"{text} k={self.k}"
-        return text if self.ks is None else f"{text} ks={','.join(map(str, self.ks))}"
+        return f"[{format_indices(self.gradients)}] {self.transport} {self.codec}"
 
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
@@ -121,7 +105,7 @@ class Synchronous(Mode):
 class Schedule:
     """Buckets in launch order, and the mode; `str` gives a line each, after those of mode and norms if there are any.
 
-    >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), norms=(0, 2)))
+    >>> str(Schedule(buckets=(Bucket((0,)),), norms=(0, 2)))
     'norms 0,2\\n[0] all_reduce/library none'
     """
 
@@ -155,17 +139,17 @@ class Schedule:
         return "\n".join([*head, *map(str, self.buckets)])
 
     @classmethod
-    def from_boundaries(cls, stops: Iterable[int], algorithm: str = "library") -> Schedule:
-        """Exact buckets [0, stops[0]), [stops[0], stops[1]), …, all-reduced by one algorithm.
+    def from_boundaries(cls, stops: Iterable[int], transport: Transport = LIBRARY) -> Schedule:
+        """Return dense buckets [0, stops[0]), [stops[0], stops[1]), …, all sent by one transport.
 
         >>> str(Schedule.from_boundaries([2, 3]))
         '[0-1] all_reduce/library none\\n[2] all_reduce/library none'
         """
-        return cls.cut(stops, lambda members: Bucket(gradients=tuple(members), algorithm=algorithm))
+        return cls.cut(stops, lambda members: Bucket(tuple(members), transport))
 
     @classmethod
     def cut(cls, stops: Iterable[int], make: Callable[[range], Bucket]) -> Schedule:
-        """The same, each bucket as `make` has it of its gradients."""
+        """Return the buckets that `make` returns for the gradients between these boundaries."""
         return cls(buckets=tuple(make(range(*place)) for place in pairwise((0, *stops))))
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from planner.ir import ACCURACIES, Bucket, Schedule, format_indices
+from planner.ir import ACCURACIES, Schedule, format_indices
+from planner.model.codecs import Elements, codec_of
 from planner.model.modes import model_of
 from runtime.plan.combinations import SHARED_NORMS, reason_against
-
-EXACT_FORMS = frozenset(("all_reduce", algorithm, "none") for algorithm in ("library", "torus_2d", "tree"))
-"""(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
-
-Elements = Callable[[Bucket], Sequence[int]]
-"""The elements of each run of gradients of one layer in a bucket."""
 
 
 class VerifyError(AssertionError):
@@ -67,9 +62,10 @@ def verify(
         reasons = (reason_against(mode.name, feature) for feature in bucket.features)
         if (reason := next(filter(None, reasons), None)) is not None:
             raise VerifyError(f"bucket {position} ({bucket}): {reason}")
-        if accuracy == "exact" and bucket.form not in EXACT_FORMS:
+        if accuracy == "exact" and not (bucket.whole and bucket.transport.exact):
             raise VerifyError(f"bucket {position} ({bucket}) is not exact, but the plan has to be")
-        _check_selected(position, bucket, elements)
+        if (defect := codec_of(bucket).defect(bucket, elements)) is not None:
+            raise VerifyError(f"bucket {position} ({bucket}): {defect}")
     missing = [gradient for gradient in range(count) if gradient not in owner]
     if missing:
         raise VerifyError(f"no bucket holds the gradients {format_indices(missing)}")
@@ -86,24 +82,6 @@ def _check_norms(mode: str, owners: Sequence[int], layers: int, ranks: int) -> N
     odd = next((rank for rank in owners if not 0 <= rank < ranks), None)
     if odd is not None:
         raise VerifyError(f"norms are computed by rank {odd}, but there are {ranks} ranks")
-
-
-def _check_selected(position: int, bucket: Bucket, elements: Elements | None) -> None:
-    selects = bucket.compressor == "topk"
-    if (bucket.k is not None and (bucket.k < 1 or not selects)) or (
-        bucket.k is None and selects and bucket.collective == "sparse"
-    ):
-        raise VerifyError(f"bucket {position} ({bucket}): k ≥ 1 belongs to topk, and a sparse topk needs it")
-    if bucket.ks is not None and (bucket.k is None or sum(bucket.ks) != bucket.k or min(bucket.ks, default=0) < 1):
-        raise VerifyError(f"bucket {position} ({bucket}): ks has to hold numbers of at least 1 whose sum is k")
-    if bucket.ks is None or elements is None:
-        return
-    present = elements(bucket)
-    if len(present) != len(bucket.ks):
-        raise VerifyError(f"bucket {position} ({bucket}): found {len(bucket.ks)} ks for {len(present)} runs of layers")
-    for run, (k, numel) in enumerate(zip(bucket.ks, present, strict=True)):
-        if k > numel:
-            raise VerifyError(f"bucket {position} ({bucket}): selects {k} of the {numel} elements of run {run}")
 
 
 def _check_contiguous(position: int, gradients: Sequence[int], dtype_ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from planner.cost.sparse import sparse_us
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Cluster
 from planner.documents.text import format_significant
+from runtime.plan.transports import transport_of
 
 CLUSTERS = ("v100-16x8-25gbe", "a100-8x8-100gb")
 DENSITY = 0.01
@@ -31,11 +32,14 @@ def times_us(cluster: Cluster, size_bytes: float, algorithms: Sequence[str]) -> 
         if name == "library":
             found[name] = cost.all_reduce.at(size_bytes)
         elif name in DENSE:
-            phases = PHASES["all_reduce", name](cost.cluster, cost.all_reduce, cost.link)
+            phases = PHASES[transport_of("all_reduce", name)](cost.cluster, cost.all_reduce, cost.link)
             found[name] = sum(phase.time_us(size_bytes) for phase in phases)
         else:
             numel = max(1, int(size_bytes) // ELEMENT_BYTES)
-            found[name] = sum(time_us for _, time_us in sparse_us(name, cluster, numel, DENSITY, ELEMENT_BYTES))
+            found[name] = sum(
+                time_us
+                for _, time_us in sparse_us(transport_of("sparse", name), cluster, numel, DENSITY, ELEMENT_BYTES)
+            )
     return found
 
 

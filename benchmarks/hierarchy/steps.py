@@ -55,7 +55,7 @@ def on_hosts(emulate: str, job: str, rounds: int) -> list[Seen]:
 def _seen(name: str, problem: Problem, schedule: Schedule | None, values_us: NDArray[np.float64]) -> Seen:
     interval = median_interval(values_us)
     compute_us = problem.compute_end_us + problem.update_us
-    forms = [f"{bucket.collective}/{bucket.algorithm}" for bucket in schedule.buckets] if schedule else []
+    forms = [str(bucket.transport) for bucket in schedule.buckets] if schedule else []
     listed = ", ".join(f"{forms.count(form)} × {form}" for form in dict.fromkeys(forms))
     predicted_us = compute_us if schedule is None else predict(problem, schedule).iteration_us
     return Seen(name, listed, predicted_us, interval.value, (interval.low, interval.high))

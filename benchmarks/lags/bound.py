@@ -13,9 +13,11 @@ from dataclasses import replace
 from planner.cost.sparse import flat_is_implied
 from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import TopK
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.spending import spending
+from runtime.plan.transports import FLAT
 
 DENSITY = 0.01
 RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 10.0)
@@ -33,12 +35,12 @@ def layer_wise(problem: Problem, density: float) -> Schedule:
 
 def at_once(problem: Problem, density: float) -> Schedule:
     """The same elements in one message behind backward."""
-    k = sum(bucket.k or 0 for bucket in layer_wise(problem, density).buckets)
+    k = sum(max(1, math.floor(density * int(problem.numel[start:stop].sum()))) for start, stop in problem.layer_runs)
     return Schedule(buckets=(_sparse(tuple(range(problem.count)), k),))
 
 
 def _sparse(gradients: tuple[int, ...], k: int) -> Bucket:
-    return Bucket(gradients=gradients, collective="sparse", algorithm="flat", compressor="topk", k=k)
+    return Bucket(gradients, FLAT, TopK(k))
 
 
 def bound(forward_us: float, backward_us: float, message_us: float) -> float:

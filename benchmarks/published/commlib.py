@@ -26,6 +26,7 @@ from planner.documents.profile import Cluster, Profile
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
 from planner.model.problem import make_problem
+from runtime.plan.transports import HITOPK, TORUS_2D
 
 GPUS = 128
 DENSITY = 0.01
@@ -81,7 +82,7 @@ def torus_s(profile: Profile, machines: Cluster) -> float:
 def torus_after_backward_s(profile: Profile, machines: Cluster) -> float:
     """Exposed seconds of one 2D-torus all-reduce of all gradients after backward."""
     problem = make_problem(profile, machines)
-    schedule = Schedule.from_boundaries([problem.count], "torus_2d")
+    schedule = Schedule.from_boundaries([problem.count], TORUS_2D)
     return (simulate_schedule(problem, schedule).iteration_us - problem.compute_end_us) / 1e6
 
 
@@ -96,7 +97,7 @@ def hitopk_s(profile: Profile, machines: Cluster) -> float:
     gradients = profile.compute.gradients
     element_bytes = gradients[0].size_bytes // gradients[0].numel
     numel = sum(gradient.numel for gradient in gradients)
-    return sum(time_us for _, time_us in sparse_us("hitopk", machines, numel, DENSITY, element_bytes)) / 1e6
+    return sum(time_us for _, time_us in sparse_us(HITOPK, machines, numel, DENSITY, element_bytes)) / 1e6
 
 
 EXPOSED: dict[str, Callable[[Profile, Cluster], float]] = {

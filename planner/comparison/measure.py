@@ -50,6 +50,9 @@ ALONE_REPEATS = 5
 
 ONE_BUCKET_MIB = 2.0**33
 
+POWERSGD = "powersgd"
+"""DDP's hook of this name, one of `planner.comparison.variants.HOOKS`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -316,7 +319,7 @@ class VariantRunner(Runner[BucketVariant]):
         )
 
     def _wrap(self, variant: BucketVariant) -> DistributedDataParallel:
-        if variant.hook == "powersgd" and self.world.backend == "gloo":
+        if variant.hook == POWERSGD and self.world.backend == "gloo":
             # PowerSGD sends further messages when one has come. Over gloo those of several buckets go out in an order
             # that differs between ranks, which ends the process; so there is one bucket, or none of it.
             dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
@@ -335,7 +338,7 @@ class VariantRunner(Runner[BucketVariant]):
             )
         if variant.hook == "fp16":
             model.register_comm_hook(self.world.group, default_hooks.fp16_compress_hook)
-        elif variant.hook == "powersgd":
+        elif variant.hook == POWERSGD:
             state = powerSGD_hook.PowerSGDState(
                 self.world.group, matrix_approximation_rank=1, start_powerSGD_iter=WARM_UP_STEPS - 1
             )

@@ -20,6 +20,7 @@ from planner.cost.curve import CostCurve
 from planner.cost.tree import tree_curve
 from planner.documents.profile import Cluster, Link
 from runtime.errors import InputError
+from runtime.plan.transports import TORUS_2D, TREE, Transport
 
 LinkName = Literal["intra", "inter"]
 
@@ -84,8 +85,8 @@ def tree(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tu
     return (Phase(name="all_reduce", link=over, curve=curve),)
 
 
-PHASES: Mapping[tuple[str, str], PhasesOf] = {("all_reduce", "torus_2d"): torus_2d, ("all_reduce", "tree"): tree}
-"""Registry: (collective, algorithm) → phases of a dense collective, linear in the tensor's bytes."""
+PHASES: Mapping[Transport, PhasesOf] = {TORUS_2D: torus_2d, TREE: tree}
+"""Registry: transport → phases of a dense collective, linear in the tensor's bytes."""
 
 
 def phase_of(

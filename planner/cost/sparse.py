@@ -20,6 +20,7 @@ from planner.cost.curve import CostCurve
 from planner.cost.phases import LinkName, flat_hop, flat_link, link_of, measured_flat, phase_of, slowest_hop
 from planner.documents.profile import Cluster, Link, SelectionLine
 from runtime.errors import InputError
+from runtime.plan.transports import FLAT, HITOPK, NAIVE_ALL_GATHER, Transport
 
 Floats = NDArray[np.float64]
 
@@ -103,16 +104,12 @@ def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase
     )
 
 
-SPARSE_PHASES: Mapping[str, Callable[[Cluster, Link | None], tuple[SparsePhase, ...]]] = {
-    "flat": flat,
-    "hitopk": hitopk,
-    "naive_all_gather": naive_all_gather,
+SPARSE_PHASES: Mapping[Transport, Callable[[Cluster, Link | None], tuple[SparsePhase, ...]]] = {
+    FLAT: flat,
+    HITOPK: hitopk,
+    NAIVE_ALL_GATHER: naive_all_gather,
 }
-"""Registry: algorithm of `sparse` → its phases on a cluster."""
-
-
-FLAT_GATHERS = frozenset({"flat", "naive_all_gather"})
-"""Algorithms of `sparse` that pass through all ranks: one network."""
+"""Registry: transport of selected elements → its phases on a cluster."""
 
 
 def selected_elements(density: float, numel: int) -> int:
@@ -120,11 +117,11 @@ def selected_elements(density: float, numel: int) -> int:
     return min(numel, max(1, math.floor(density * numel)))
 
 
-def sparse_us(algorithm: str, cluster: Cluster, numel: int, density: float, element_bytes: int = 4) -> LinkTimes:
+def sparse_us(transport: Transport, cluster: Cluster, numel: int, density: float, element_bytes: int = 4) -> LinkTimes:
     """Return the time of each phase for a tensor of `numel` elements; HiTopKComm selects from each shard of a node."""
-    shards = cluster.ranks_per_node if algorithm == "hitopk" else 1
+    shards = cluster.ranks_per_node if transport.hierarchical else 1
     selected = selected_elements(density, math.ceil(numel / shards))
-    phases = SPARSE_PHASES[algorithm](cluster, None)
+    phases = SPARSE_PHASES[transport](cluster, None)
     return tuple((phase.link, phase.time_us(selected, numel * element_bytes)) for phase in phases)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,9 +20,7 @@ from planner.cost.phases import Phase
 from planner.cost.sparse import FREE
 from planner.documents.accelerators import ACCELERATORS
 from planner.documents.profile import Cluster, Line
-
-TWO_SHOT, NATIVE = "two_shot", "native"
-"""Algorithms; and of `samples`: times over narrow bytes, of two shots without what owners compute."""
+from runtime.plan.transports import NATIVE, TWO_SHOT, Transport
 
 WIDE_BYTES = 4
 """Of an element as it is added up (float32); lines of encoding and decoding are over these."""
@@ -31,26 +29,32 @@ LAUNCH_US = 5.0
 BLOCK = 256
 """Elements with one scale, which is a float32."""
 
-ELEMENT_BYTES: Mapping[str, float] = {
-    "float16": 2.0 + WIDE_BYTES / BLOCK,
-    "bfloat16": 2.0,
-    "int8": 1.0 + WIDE_BYTES / BLOCK,
-    "float8_e4m3fn": 1.0 + WIDE_BYTES / BLOCK,
-}
-"""Registry: dtype on the wire → bytes of an element, scales included. From the least to the most that rounding loses:
-about 2^-12, 2^-9, 2^-8 (of the block's largest element) and 2^-4 of an element.
-"""
 
-NARROW_FORMS = (
-    ("float16", TWO_SHOT), ("bfloat16", TWO_SHOT), ("bfloat16", NATIVE), ("int8", TWO_SHOT),
-    ("float8_e4m3fn", TWO_SHOT),
-)  # fmt: skip
-"""(dtype, algorithm) that a plan may choose among, in the same order: what native sums lose, no residual keeps."""
+class WireDtype(NamedTuple):
+    """A dtype on the wire, as the planner knows it."""
+
+    element_bytes: float
+    """Bytes of an element, scales included."""
+    transports: tuple[Transport, ...] = (TWO_SHOT,)
+    """Transports that a plan may choose among with it: what native sums lose, no residual keeps."""
+    advised: bool = True
+    """Whether `planner advise` looks at it: not where another one of as many bytes needs no scales."""
+
+
+DTYPES: Mapping[str, WireDtype] = {
+    "float16": WireDtype(2.0 + WIDE_BYTES / BLOCK, advised=False),
+    "bfloat16": WireDtype(2.0, (TWO_SHOT, NATIVE)),
+    "int8": WireDtype(1.0 + WIDE_BYTES / BLOCK),
+    "float8_e4m3fn": WireDtype(1.0 + WIDE_BYTES / BLOCK),
+}
+"""Registry of dtypes on the wire, from the least to the most that rounding loses: about 2^-12, 2^-9, 2^-8 (of the
+block's largest element) and 2^-4 of an element.
+"""
 
 
 def ratio_of(dtype: str) -> float:
     """Return the bytes of an element as it is added up, over those on the wire."""
-    return WIDE_BYTES / ELEMENT_BYTES[dtype]
+    return WIDE_BYTES / DTYPES[dtype].element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ def encoding(cluster: Cluster, dtype: str) -> tuple[Line, Line, str]:
         return FREE, FREE, "free"
     rate = ACCELERATORS[name].memory_bytes_per_s
     # Read gradient and residual, write codes and the new residual; then read codes, write sums.
-    moved = 3.0 * WIDE_BYTES + ELEMENT_BYTES[dtype], WIDE_BYTES + ELEMENT_BYTES[dtype]
+    moved = 3.0 * WIDE_BYTES + DTYPES[dtype].element_bytes, WIDE_BYTES + DTYPES[dtype].element_bytes
     lines = [Line(alpha_us=LAUNCH_US, beta_us_per_byte=each / WIDE_BYTES / rate * 1e6) for each in moved]
     return lines[0], lines[1], "computed"
 
@@ -117,7 +121,7 @@ def wire_cost(
         inside: a reduce-scatter and an all-gather inside nodes, before and after, of elements as they are added up.
     """
     encode, decode, _ = encoding(cluster, dtype)
-    element_bytes, shards = ELEMENT_BYTES[dtype], cluster.ranks_per_node if inside else 1
+    element_bytes, shards = DTYPES[dtype].element_bytes, cluster.ranks_per_node if inside else 1
 
     def sent_us(elements: Any) -> NDArray[np.float64]:
         count = np.asarray(elements, dtype=np.float64) / shards

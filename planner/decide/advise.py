@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.cost import nccl
 from planner.cost.model import communication_cost
-from planner.cost.wire import ELEMENT_BYTES
+from planner.cost.wire import DTYPES
 from planner.decide.strategies import make_schedule
 from planner.documents.accelerators import ACCELERATORS, ROOM, find_accelerator, kind_of
 from planner.documents.catalog import find_cluster, find_profile, name_of
@@ -364,12 +364,12 @@ def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Opt
     if not all(gradient.dtype in NARROWED for gradient in gradients):
         return
     wide = float(problem.size_bytes.sum()) / max(1, int(problem.numel.sum()))
-    for dtype in ("bfloat16", "int8", "float8_e4m3fn"):
-        if ELEMENT_BYTES[dtype] < wide:
-            taken = simulate_schedule(problem, make_schedule(problem, f"wire:{dtype}"))
+    for name, dtype in DTYPES.items():
+        if dtype.advised and dtype.element_bytes < wide:
+            taken = simulate_schedule(problem, make_schedule(problem, f"wire:{name}"))
             yield option(
-                f"ddp, {dtype} on the wire", taken.iteration_us, whole,
-                f"{ELEMENT_BYTES[dtype] / wide:.0%} of the bytes, with error feedback", interface="bounded",
+                f"ddp, {name} on the wire", taken.iteration_us, whole,
+                f"{dtype.element_bytes / wide:.0%} of the bytes, with error feedback", interface="bounded",
                 lossy=True, exposed_us=taken.exposed_us,
             )  # fmt: skip
 

@@ -11,24 +11,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from planner.cost.low_rank import low_rank_lines
-from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
-from planner.cost.wire import ELEMENT_BYTES, NATIVE, WIDE_BYTES, encoding
 from planner.decide.pipeline import AfterPass, run_passes, with_options
-from planner.documents.text import mib, ms, pluralize
+from planner.documents.text import ms
 from planner.emit.lower import lower
-from planner.ir import ACCURACIES, Bucket, Schedule
-from planner.model.compression import check_max_ratio, ratio_of
+from planner.ir import ACCURACIES, Schedule
+from planner.model.codecs import LOSSY, LowRank, TopK, by_codec, codec_of
+from planner.model.compression import check_max_ratio
 from planner.model.modes import step_us
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.passes.base import GAIN, Bound, Frontier, Pass, Result
+from planner.passes.base import GAIN, Bound, Frontier, Pass, Point, Result
 from planner.passes.delay import Delay, check_max_delay
-from planner.passes.joint import DEFAULT_COMPRESS, Joint, check_compress, check_max_rank, compress_of
+from planner.passes.joint import DEFAULT_COMPRESS, Joint, check_compress, check_max_rank
 from planner.passes.local_async import LocalAsync
 from planner.passes.sparsify import Sparsify
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
-from planner.search.tables import Form
 from runtime.errors import InputError
 from runtime.pages import page
 from runtime.plan import Accuracy, Plan
@@ -57,7 +54,7 @@ def split_passes(
         check_max_delay(max_delay)
     if max_rank is not None:
         check_max_rank(max_rank)
-    selects = compress is None or check_compress(compress).selects
+    selects = compress is None or TopK in check_compress(compress)
     given = {
         "--compress": compress, "--max-ratio": max_ratio, "--max-rank": max_rank, "--protect": protect,
         "--max-delay": max_delay,
@@ -88,21 +85,14 @@ def split_passes(
             lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay, compress=compress, max_rank=max_rank
         )
     )
-    for option, value, needed in (("--max-ratio", max_ratio, "sparse"), ("--max-rank", max_rank, "lowrank")):
-        if value is not None and not any(_plans(each, needed) for each in lossy):
+    for option, value, needed in (("--max-ratio", max_ratio, TopK), ("--max-rank", max_rank, LowRank)):
+        if value is not None and not any(needed in each.codecs for each in lossy):
             raise InputError(
                 f"{option} {value:g}: found it with --compress {compress or DEFAULT_COMPRESS}, which plans none of "
-                f"what it limits; expected {needed} or all: add --compress {needed}, or leave {option} out"
+                f"what it limits; expected {needed.option} or all: add --compress {needed.option}, or leave {option} "
+                f"out"
             )
     return exact, tuple(lossy)
-
-
-def _plans(each: Pass, name: str) -> bool:
-    """Whether a pass may use this one of `COMPRESS`."""
-    if isinstance(each, Joint | Delay):
-        asked = check_compress(name)
-        return compress_of(each.compress) | asked == compress_of(each.compress)
-    return isinstance(each, Sparsify) and name == "sparse"
 
 
 MORE = "bounded:all"
@@ -270,22 +260,7 @@ def _bounded_offer(
     if saved_us:
         shorter = tuple(replace(point, iteration_us=point.iteration_us - saved_us) for point in frontier.points)
         frontier = replace(frontier, points=shorter, bound_us=frontier.bound_us - saved_us)
-    points = [
-        FrontierPoint(
-            max_ratio=point.form.ratio,
-            dtype=point.form.dtype,
-            algorithm=point.form.algorithm,
-            iteration_us=point.iteration_us,
-            buckets=len(point.schedule.buckets),
-            sparse_buckets=len(_sparse(point.schedule)),
-            narrow_buckets=len(_narrow(point.schedule)),
-            rank=point.form.rank,
-            low_rank_buckets=len(_low_rank(point.schedule)),
-            sent_share=sent_share(problem, point.schedule),
-        )
-        for point in frontier.points
-    ]
-    fields = {"frontier": tuple(points)}
+    fields = {"frontier": tuple(_point(problem, point) for point in frontier.points)}
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
     offer = partial(Offer, accuracy="bounded", what="compression")
     if len(frontier.points) == 1 and problem.ranks > 1:
@@ -302,6 +277,20 @@ def _bounded_offer(
     return offer(plan=plan, step_us=found_us), fields
 
 
+def _point(problem: Problem, point: Point) -> FrontierPoint:
+    codec, buckets = point.form.codec, point.schedule.buckets
+    counts: dict[str, Any] = {of.counted_as: sum(isinstance(b.codec, of) for b in buckets) for of in LOSSY}
+    return FrontierPoint(
+        max_ratio=point.form.ratio,
+        algorithm=point.form.transport.algorithm,
+        iteration_us=point.iteration_us,
+        buckets=len(buckets),
+        sent_share=sent_share(problem, point.schedule),
+        **counts,
+        **codec.point_fields(),
+    )
+
+
 def _relaxed_offer(problem: Problem, schedule: Schedule, what: str, result: Result) -> Offer:
     """The plan of what a relaxed pass found, beside the best exact schedule."""
     found, found_us = result.schedule, step_us(problem, result.schedule)
@@ -315,42 +304,19 @@ def _relaxed_offer(problem: Problem, schedule: Schedule, what: str, result: Resu
     return offer(plan=plan, step_us=found_us if result.judged_us is None else result.judged_us)
 
 
-def _sparse(schedule: Schedule) -> list[Bucket]:
-    return [bucket for bucket in schedule.buckets if bucket.collective == "sparse"]
-
-
-def _narrow(schedule: Schedule) -> list[Bucket]:
-    return [bucket for bucket in schedule.buckets if bucket.dtype is not None]
-
-
-def _low_rank(schedule: Schedule) -> list[Bucket]:
-    return [bucket for bucket in schedule.buckets if bucket.rank is not None]
-
-
 def sent_share(problem: Problem, schedule: Schedule) -> float:
-    """Of all elements, how many travel in a step, factors in place of what they stand for."""
+    """Return of all elements the share that is sent in a step, factors in place of what they stand for."""
     total = max(1, int(problem.numel.sum()))
-    kept_back = sum(problem.elements(b) - _sent(problem, b) for b in (*_sparse(schedule), *_low_rank(schedule)))
+    kept_back = sum(problem.elements(b) - codec_of(b).sent_elements(problem, b) for b in schedule.buckets)
     return 1.0 - kept_back / total
-
-
-def _sent(problem: Problem, bucket: Bucket) -> int:
-    """Elements of a sparse bucket, or one of low rank, that each rank, or of `hitopk` each node, sends."""
-    if bucket.rank is not None:
-        thin, members = problem.thin(bucket.rank), list(bucket.gradients)
-        return int(thin.left[members].sum() + thin.right[members].sum())
-    sent = problem.shards(bucket.algorithm) * (bucket.k or 0)
-    return min(problem.elements(bucket), sent)
 
 
 def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Bound:
     forms = [point.form for point in frontier.points[1:]]
-    ratios = ", ".join(f"{form.ratio:g}" for form in forms if form.selects)
-    dtypes = ", ".join(dict.fromkeys(form.dtype for form in forms if form.dtype is not None))
-    ways = ["are dense", *([f"travel in {dtypes}"] if dtypes else [])]
-    tried = ", ".join(str(form.rank) for form in forms if form.rank is not None)
-    ways += [f"send products of rank {tried} in place of matrices"] if tried else []
-    ways += [f"have, in each layer not limited further, a ratio of {ratios}"] if ratios else []
+    ways = ["are dense"]
+    for codec in LOSSY:
+        if tried := [form for form in forms if isinstance(form.codec, codec)]:
+            ways.append(codec.forms_text(tried))
     notes = [f"among plans whose buckets {' or '.join(filter(None, (', '.join(ways[:-1]), ways[-1])))}"]
     if problem.contended:
         notes.append("the bound is for a machine where compute and network do not slow each other down")
@@ -380,96 +346,15 @@ def _solved(plan: Plan, certificate: Certificate, frontier: Frontier, limit: flo
 def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float) -> list[str]:
     notes = [
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
-        *_narrow_notes(problem, _narrow(schedule)),
-        *_low_rank_notes(problem, _low_rank(schedule)),
-        *_sparse_notes(problem, schedule, frontier),
+        *(
+            note
+            for codec, of in by_codec(schedule.buckets)
+            for note in codec.notes(problem, schedule, of, frontier.limits)
+        ),
         "step by what is allowed at the most: "
-        + ", ".join(f"{describe_form(point.form)} {ms(point.iteration_us)}" for point in frontier.points),
+        + ", ".join(f"{point.form.codec.form_text(point.form)} {ms(point.iteration_us)}" for point in frontier.points),
     ]
     shortest_us = frontier.best.iteration_us
     if schedule == frontier.chosen.schedule and frontier.chosen.iteration_us > shortest_us:
         notes.append(f"the least compression within {GAIN:.0%} of the shortest step, which is {ms(shortest_us)}")
-    return notes
-
-
-def describe_form(form: Form) -> str:
-    """A form in a word or two."""
-    if form.dtype is not None:
-        return f"{form.dtype} (summed by the backend)" if form.algorithm == NATIVE else form.dtype
-    if form.rank is not None:
-        return f"rank {form.rank}"
-    return f"1/{form.ratio:,.4g} of the elements" if form.selects else "dense"
-
-
-def _narrow_notes(problem: Problem, narrow: Sequence[Bucket]) -> list[str]:
-    if not narrow:
-        return []
-    members = [index for bucket in narrow for index in bucket.gradients]
-    sent_bytes = sum(ELEMENT_BYTES[bucket.dtype] * problem.elements(bucket) for bucket in narrow if bucket.dtype)
-    dtypes = ", ".join(dict.fromkeys(bucket.dtype for bucket in narrow if bucket.dtype))
-    notes = [
-        f"{pluralize(len(narrow), 'bucket')} in {dtypes}: {mib(int(problem.size_bytes[members].sum()))} of gradients "
-        f"travel as {mib(round(sent_bytes))}"
-        + (" between nodes, whole inside them" if all(bucket.algorithm == "torus_2d" for bucket in narrow) else "")
-        + "; what rounding loses is sent in later steps"
-        + (", but for what the backend's own sums lose" if any(b.algorithm == NATIVE for b in narrow) else "")
-    ]
-    sources = {encoding(problem.cost.cluster, bucket.dtype)[2] for bucket in narrow if bucket.dtype}
-    return [*notes, *_unmeasured("encoding", "encode", sources)]
-
-
-def _low_rank_notes(problem: Problem, low_rank: Sequence[Bucket]) -> list[str]:
-    if not low_rank:
-        return []
-    members = [index for bucket in low_rank for index in bucket.gradients]
-    ranks = ", ".join(sorted({str(bucket.rank) for bucket in low_rank}))
-    sources = {low_rank_lines(problem.cost.cluster, bucket.rank or 1)[1] for bucket in low_rank}
-    return [
-        f"{pluralize(len(low_rank), 'bucket')} of rank {ranks}: {mib(int(problem.size_bytes[members].sum()))} of "
-        f"gradients travel as {mib(WIDE_BYTES * sum(_sent(problem, bucket) for bucket in low_rank))} of factors",
-        "low rank may cost much of the loss, and nothing watches that: small models of ours lost 3 to 25 % at rank 4, "
-        f"more at rank 1, from the first step on ({page('results/narrow-accuracy')}); train first steps with the "
-        "fallback, go over by session.switch, and compare; --compress wire leaves it out",
-        *_unmeasured("making factors", "low_rank", sources),
-    ]
-
-
-def _unmeasured(what: str, field: str, sources: set[str]) -> list[str]:
-    if sources == {"measured"}:
-        return []
-    taken = "free" if "free" in sources else "as long as it moves its bytes in memory"
-    return [
-        f"{what} is taken to be {taken}, where the cluster has no `{field}` cost: the gain may be less; "
-        f"`planner profile --for bounded` on that machine measures it"
-    ]
-
-
-def _sparse_notes(problem: Problem, schedule: Schedule, frontier: Frontier) -> list[str]:
-    sparse = _sparse(schedule)
-    if not sparse:
-        return []
-    members = [index for bucket in sparse for index in bucket.gradients]
-    sent_bytes = SELECTED_BYTES * sum(_sent(problem, bucket) for bucket in sparse)
-    notes = [
-        "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
-        f"over by session.switch ({page('concepts/compression')})",
-        f"{pluralize(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
-        f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
-        f"and indices from each rank; largest ratio {max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",
-    ]
-    protected = [index for index in range(problem.count) if frontier.limits[index] <= 1.0]
-    if protected:
-        share = int(problem.numel[protected].sum()) / max(1, int(problem.numel.sum()))
-        notes.append(
-            f"nothing is selected from {pluralize(len(protected), 'gradient')} of {problem.count} ({share:.2%} of the "
-            f"elements)"
-        )
-    cluster = problem.cost.cluster
-    if cluster.sparsify is None:
-        notes.append(
-            "selection is taken as free, for the cluster has no `sparsify` cost: the gain may be less, or none; "
-            "time it on that machine and add it"
-        )
-    if flat_is_implied(cluster):
-        notes.append("gathers are taken to cost what follows from the all-reduce")
     return notes

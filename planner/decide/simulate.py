@@ -18,6 +18,7 @@ from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.profile import Cluster, Profile
 from planner.documents.text import as_names
 from planner.ir import Schedule
+from planner.model.codecs import Wire
 from planner.model.delay import CycleTimeline
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
@@ -136,12 +137,12 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
     timeline = model.simulate(problem, schedule)
     notes, implied = model.assumptions(problem)
     source = [problem.cost.source]
-    dtype = next((bucket.dtype for bucket in schedule.buckets if bucket.dtype is not None), None)
+    dtype = next((bucket.codec.dtype for bucket in schedule.buckets if isinstance(bucket.codec, Wire)), None)
     if dtype is not None and (known := encoding(problem.cost.cluster, dtype)[2]) != "measured":
         source.append(f"encoding {known} (no `encode` given)")
     if problem.basis is not None and problem.basis.basis == "scaled":
         source.append(str(problem.basis))
-    if any(bucket.collective == "sparse" for bucket in schedule.buckets):
+    if any(bucket.transport.sparse for bucket in schedule.buckets):
         if flat_is_implied(problem.cost.cluster):
             source.append("gathers follow from the all-reduce")
             implied = True

@@ -21,15 +21,16 @@ from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
 from planner.search.forms import LinkForms
-from planner.search.tables import bucket_tables, dense_algorithms, forms_on_links, has_two_links
-from planner.strategies.topologies import TORUS, phased_problem
+from planner.search.tables import bucket_tables, dense_transports, forms_on_links, has_two_links
+from planner.strategies.topologies import phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan.combinations import COMBINATIONS, SHARDED, SOLVER
+from runtime.plan.transports import TORUS_2D
 
 SOLVERS = ("dp", "cpsat")
 """The dynamic programs alone, or with the constraint program after them."""
 
-SOLVABLE = ("optimal", TORUS)
+SOLVABLE = ("optimal", TORUS_2D.algorithm)
 """Strategies that look for the best schedule; the others follow a fixed rule."""
 
 SOLVER_SKIPPED = f"the solver cpsat was not asked, for {COMBINATIONS[SHARDED][SOLVER]}"
@@ -103,7 +104,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
             f"{MAX_LINK_PLACES - 1}; use the solver dp, which has no such limit"
         )
     known = links_without_contention(problem, Topology.climbs)
-    forms = LinkForms(problem, forms_on_links((), dense_algorithms(problem)))
+    forms = LinkForms(problem, forms_on_links((), dense_transports(problem)))
     tables = bucket_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
     known_us = known.end_us
     solution = solve_joint(tables, len(forms.forms), known_us, limit)
@@ -121,12 +122,12 @@ def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: f
     """As `solve`, for a strategy by name; None where that follows a fixed rule, or sends nothing."""
     if strategy == "optimal":
         return solve(problem, schedule, limit)
-    arrays = phased_problem(problem) if strategy == TORUS else None
+    arrays = phased_problem(problem) if strategy == TORUS_2D.algorithm else None
     if arrays is None:
         return None
-    hint = boundaries(schedule, TORUS)
+    hint = boundaries(schedule, TORUS_2D)
     solution = solve_two_links(arrays, hint or (problem.count,), limit)
-    found = [Schedule.from_boundaries(solution.stops, TORUS)] if solution.stops else []
+    found = [Schedule.from_boundaries(solution.stops, TORUS_2D)] if solution.stops else []
     return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
 
 

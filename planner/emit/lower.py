@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.ir import Bucket, Schedule
-from planner.model.compression import selected_from
+from planner.ir import Schedule
+from planner.model.codecs import codec_of
 from planner.model.delay import StepSpan
 from planner.model.modes import model_of
 from planner.model.modes.late_gather import WindowSpan
@@ -11,9 +11,7 @@ from planner.model.norms import gather_us, message_bytes, replicated_us, shared_
 from planner.model.problem import Problem
 from planner.model.spending import spending
 from planner.search.partition import partition_of
-from runtime.errors import InputError
-from runtime.plan import CompressorSpec, NormPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
-from runtime.plan.names import numbered
+from runtime.plan import NormPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
 from runtime.plan.predicted import PredictedTask, Prediction
 from runtime.plan.timeline import Span, Timeline
 
@@ -28,9 +26,9 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
     buckets = tuple(
         PlanBucket(
             gradients=tuple(gradients[index].name for index in bucket.gradients),
-            collective=bucket.collective,
-            algorithm=bucket.algorithm,
-            compressor=compressor_of(problem, bucket),
+            collective=bucket.transport.collective,
+            algorithm=bucket.transport.algorithm,
+            compressor=codec_of(bucket).spec(problem, bucket),
             size_bytes=int(problem.size_bytes[list(bucket.gradients)].sum()),
             reason=reason,
         )
@@ -90,33 +88,6 @@ def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int
     members = [gradient for bucket in span.buckets for gradient in schedule.buckets[bucket].gradients]
     known = {"gradients": len(members), "size_bytes": int(problem.size_bytes[members].sum())}
     return known | ({"first_gradient": min(members)} if max(members) - min(members) < len(members) else {})
-
-
-def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
-    """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
-    if bucket.dtype is not None:
-        links = "inter" if bucket.algorithm == "torus_2d" else None
-        return CompressorSpec(name=bucket.compressor, dtype=bucket.dtype, links=links)
-    if bucket.rank is not None:
-        return CompressorSpec(name=bucket.compressor, rank=bucket.rank)
-    if bucket.ks is None and bucket.k is not None and bucket.collective == "sparse":
-        elements = selected_from(problem, bucket, problem.elements(bucket))
-        selector = problem.hitopk_selector if bucket.algorithm == "hitopk" else "exact"
-        density = min(1.0, (bucket.k + 0.5) / elements)  # of which the floor is k, whatever is rounded
-        return CompressorSpec(name=bucket.compressor, selector=selector, density=density, scope="bucket")
-    if bucket.ks is None:
-        return CompressorSpec(name=bucket.compressor)
-    names = [problem.layers_by_name[index] for index in bucket.gradients]
-    runs = [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
-    k: dict[str, int] = {}
-    for name, unique, count in zip(runs, numbered(runs), bucket.ks, strict=True):
-        if unique in k or (unique != name and unique in runs):
-            raise InputError(
-                f"the layer {unique!r}: found it beside two runs of gradients of the layer {name!r} in one bucket, "
-                f"expected names that tell them apart; rename the layer, or add --protect '{name}.*'"
-            )
-        k[unique] = count
-    return CompressorSpec(name=bucket.compressor, selector="exact", k=k)
 
 
 def _norms(problem: Problem, schedule: Schedule) -> UpdatePlan | None:

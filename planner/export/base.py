@@ -44,7 +44,7 @@ def bucket_sizes(plan: Plan, problem: Problem | None) -> list[int]:
 
 def stock_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> float:
     """Return the simulated step of the library's all-reduces of these buckets; gradients by index."""
-    schedule = Schedule(buckets=tuple(Bucket(gradients=tuple(members)) for members in buckets))
+    schedule = Schedule(buckets=tuple(Bucket(tuple(members)) for members in buckets))
     return predict(problem, schedule).iteration_us
 
 

@@ -15,6 +15,7 @@ from planner.export.base import NO_PRICE, Export, bucket_sizes, cost, stock_us, 
 from planner.model.problem import Problem
 from planner.strategies.baselines import BUCKET_BYTES, MIB, ddp_buckets
 from runtime.plan import Plan
+from runtime.plan.transports import LIBRARY
 
 HOW = (
     "DistributedDataParallel(model, bucket_cap_mb_list=...); where only one size can be passed, bucket_cap_mb; "
@@ -27,7 +28,7 @@ def to_ddp(plan: Plan, problem: Problem | None) -> Export:
     stand_in, notes = without_the_plans_own(plan)
     sizes = bucket_sizes(stand_in, problem)
     caps_mib = [size / MIB for size in sizes if size > 0]
-    odd = sorted({b.algorithm for b in stand_in.buckets if (b.collective, b.algorithm) != ("all_reduce", "library")})
+    odd = sorted({b.algorithm for b in stand_in.buckets if b.transport != LIBRARY})
     if odd:
         notes.append(f"{', '.join(odd)}: DDP sends every bucket by the library's all-reduce")
     planned_us = stand_in.predicted.iteration_us if stand_in.predicted else None

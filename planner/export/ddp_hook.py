@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.cost.wire import NATIVE
 from planner.emit.lower import predict
 from planner.export.base import NO_PRICE, Export, cost, sent_whole, without_the_plans_own
 from planner.export.ddp import to_ddp
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import Wire
 from planner.model.problem import Problem
 from planner.strategies.baselines import ddp_buckets
 from runtime.plan import Plan
+from runtime.plan.transports import NATIVE
 
 MODULE = '''"""The plan of {model} for stock DDP; written by `planner export --to ddp-hook`.
 
@@ -53,7 +54,7 @@ def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
     notes: list[str] = []
     if plan.delay is not None or plan.local_async is not None:
         plan, notes = without_the_plans_own(plan)
-    narrow = [bucket.compressor.name != "none" for bucket in plan.buckets]
+    narrow = [not bucket.dense for bucket in plan.buckets]
     whole = replace(
         plan, accuracy="exact", fallback=None,
         buckets=tuple(
@@ -106,7 +107,7 @@ def _price(plan: Plan, narrow: list[bool], problem: Problem | None) -> str:
     index = {gradient.name: at for at, gradient in enumerate(problem.profile.compute.gradients)}
     members = [tuple(index[name] for name in bucket.gradients) for bucket in plan.buckets]
     made = tuple(
-        Bucket.narrow(of, "bfloat16", NATIVE) if compressed else Bucket(gradients=of)
+        Bucket(of, NATIVE, Wire("bfloat16")) if compressed else Bucket(of)
         for of, compressed in zip(members, narrow, strict=True)
     )
     return cost(predict(problem, Schedule(buckets=made)).iteration_us - plan.predicted.iteration_us)

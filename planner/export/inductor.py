@@ -18,6 +18,7 @@ from planner.export.base import Export, bucket_sizes
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan import Plan
+from runtime.plan.transports import LIBRARY
 
 SCALAR_TYPES = {"float32": "Float", "bfloat16": "BFloat16", "float16": "Half", "float64": "Double"}
 """By dtype, the name that traces have for it."""
@@ -57,8 +58,8 @@ def to_inductor(plan: Plan, problem: Problem | None) -> Export:
 def _planned_points(plan: Plan) -> list[tuple[int, float]]:
     tasks = (plan.predicted.timeline if plan.predicted else None) or ()
     took = {task.bucket: task.end_us - task.start_us for task in tasks if task.resource == "network"}
-    plain = [at for at, b in enumerate(plan.buckets) if (b.collective, b.algorithm) == ("all_reduce", "library")]
-    plain = [at for at in plain if took.get(at, 0.0) > 0.0 and plan.buckets[at].compressor.name == "none"]
+    plain = [at for at, b in enumerate(plan.buckets) if b.transport == LIBRARY]
+    plain = [at for at in plain if took.get(at, 0.0) > 0.0 and plan.buckets[at].dense]
     if not plain:
         raise InputError(
             "found no bucket that is sent whole by the library's all-reduce and has a predicted time, so nothing to "

@@ -12,6 +12,7 @@ from planner.export.base import Export, bucket_sizes, cost, stock_us, without_th
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan import Plan
+from runtime.plan.transports import LIBRARY, TREE
 
 COLUMNS = "colltype,minbytes,maxbytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 USE = (
@@ -24,8 +25,8 @@ def to_nccl_tuner(plan: Plan, problem: Problem | None) -> Export:
     """See `planner.export`. Raises InputError where no bucket is sent by a tree."""
     plan, notes = without_the_plans_own(plan)
     sizes = bucket_sizes(plan, problem)
-    trees = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.algorithm == "tree"}
-    others = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.algorithm != "tree"}
+    trees = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.transport == TREE}
+    others = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.transport != TREE}
     if both := sorted(trees & others):
         notes.append(f"buckets of {both[0]:,} bytes go by a tree and otherwise: NCCL chooses by size alone, so all do")
     if not trees:
@@ -33,7 +34,7 @@ def to_nccl_tuner(plan: Plan, problem: Problem | None) -> Export:
             "--to nccl-tuner: found no bucket with the algorithm 'tree'; every all-reduce is left to the library or "
             "made of phases, so there is nothing to tell a tuner: use NCCL as it is, with the buckets of --to ddp"
         )
-    phases = sorted({b.algorithm for b in plan.buckets} - {"library", "tree"})
+    phases = sorted({b.algorithm for b in plan.buckets if b.transport not in (LIBRARY, TREE)})
     if phases:
         more_us = None
         if problem is not None and plan.predicted is not None:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import wire
-from planner.ir import Bucket
 from planner.model.problem import Problem
 from runtime.errors import InputError
 
@@ -31,9 +29,6 @@ PROTECTED_KINDS = frozenset({"norm"})
 
 NARROWED = frozenset({"float32", "float16", "bfloat16"})
 """Dtypes of gradients that may be added up in float32."""
-
-FACTORED = "float32"
-"""The dtype of gradients whose matrices may travel as products."""
 
 NONE = "none"
 """In `protect`: nothing is protected that is not named."""
@@ -60,16 +55,6 @@ class Limits:
     """The largest ratio of its elements to those that are selected; 1: nothing is selected from it."""
     whole: NDArray[np.bool_]
     """Whether it keeps its dtype on the wire as well."""
-
-    def keep_dtype(self, problem: Problem, dtype: str) -> NDArray[np.bool_]:
-        """Return of each gradient whether it does not travel in this dtype: also where that is no narrower."""
-        wide_bytes = problem.size_bytes / np.maximum(1, problem.numel)
-        return np.asarray(self.whole | ((wide_bytes <= wire.ELEMENT_BYTES[dtype]) & (problem.numel > 0)))
-
-    def keep_shape(self, problem: Problem) -> NDArray[np.bool_]:
-        """Return of each gradient whether no bucket with it has low rank: its factors are added up in its dtype."""
-        wide = np.array([gradient.dtype == FACTORED for gradient in problem.profile.compute.gradients], dtype=np.bool_)
-        return np.asarray(self.whole | ~wide)
 
     @classmethod
     def nothing(cls, problem: Problem) -> Limits:
@@ -191,95 +176,6 @@ def selected(numel: int, limit: float, ratio: float) -> int:
     return math.ceil(numel / min(limit, ratio))
 
 
-def bucket_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: float) -> Bucket | None:
-    """The bucket [start, stop) at a ratio; dense at 1, None where its layers cannot be selected from apart.
-
-    That is where a layer is protected in part, or has no elements, for a plan has one k ≥ 1 for each layer in a bucket;
-    and where all are protected.
-    """
-    members = range(start, stop)
-    if ratio <= 1.0:
-        return Bucket(gradients=tuple(members))
-    if not (limits[start:stop] > 1.0).any():
-        return None
-    ks: list[int] = []
-    elements, before = 0, None
-    for index in members:
-        layer, numel = problem.layers_by_name[index], int(problem.numel[index])
-        torn = layer == before and limits[index] != limits[index - 1]
-        if torn or numel == 0:
-            return None
-        if layer == before:
-            ks.pop()
-        else:
-            elements = 0
-        elements, before = elements + numel, layer
-        ks.append(selected(elements, float(limits[index]), ratio))
-    return Bucket.sparse(members, sum(ks), ks=ks)
-
-
-def hitopk_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: float) -> Bucket | None:
-    """The bucket [start, stop) at a ratio, selected from the shards of a node; None where one of its gradients is
-    protected, or has no elements: shards do not follow gradients, so what must travel whole cannot be told apart there.
-    """
-    numel = problem.numel[start:stop]
-    limit = min(float(limits[start:stop].min()), ratio)
-    if limit <= 1.0 or not numel.all():
-        return None
-    k = selected(shard_elements(problem, int(numel.sum())), limit, ratio)
-    return Bucket.sparse(range(start, stop), k, "hitopk")
-
-
 def shard_elements(problem: Problem, numel: int) -> int:
     """Elements of each shard of a node."""
     return math.ceil(numel / problem.cost.cluster.ranks_per_node)
-
-
-def ratio_of(problem: Problem, bucket: Bucket) -> float:
-    """The largest ratio among a bucket's layers, of bytes where all elements travel; 1 where it travels whole."""
-    if bucket.dtype is not None:
-        return wire.ratio_of(bucket.dtype)
-    if bucket.rank is not None:
-        return max((1.0 / density for density in _densities(problem, bucket)), default=1.0)
-    if bucket.k is None or bucket.collective != "sparse":
-        return 1.0
-    elements = problem.layer_elements(bucket)
-    if bucket.ks is None:
-        return selected_from(problem, bucket, sum(elements)) / bucket.k
-    return max(numel / k for numel, k in zip(elements, bucket.ks, strict=True))
-
-
-def density_sum(problem: Problem, bucket: Bucket) -> float:
-    """Densities (1 over the ratio), summed over the gradients of a bucket."""
-    if bucket.rank is not None:
-        return math.fsum(_densities(problem, bucket))
-    if bucket.k is None or bucket.collective != "sparse":
-        return len(bucket.gradients) / ratio_of(problem, bucket)
-    elements, position = problem.layer_elements(bucket), -1
-    ks = bucket.ks or (bucket.k,)
-    total, before = 0.0, None
-    for index in bucket.gradients:
-        layer = problem.layers_by_name[index]
-        position += layer != before
-        before = layer
-        whole = max(1, selected_from(problem, bucket, sum(elements)))
-        total += ks[position] / elements[position] if bucket.ks else bucket.k / whole
-    return total
-
-
-def _densities(problem: Problem, bucket: Bucket) -> list[float]:
-    """Of each gradient, in a bucket of low rank, the elements sent over its own."""
-    assert bucket.rank is not None
-    densities: list[float] = problem.thin(bucket.rank).densities[list(bucket.gradients)].tolist()
-    return densities
-
-
-def selected_from(problem: Problem, bucket: Bucket, elements: int) -> int:
-    """Of how many elements a bucket's k are selected."""
-    return shard_elements(problem, elements) if bucket.algorithm == "hitopk" else elements
-
-
-def compression(problem: Problem, buckets: Sequence[Bucket]) -> tuple[float, float]:
-    """(largest ratio, less the sum of densities): of two the smaller one leaves less out."""
-    largest = max((ratio_of(problem, bucket) for bucket in buckets), default=1.0)
-    return largest, -math.fsum(density_sum(problem, bucket) for bucket in buckets)

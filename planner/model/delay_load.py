@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.cost.sparse import SELECTED_BYTES
 from planner.cost.ssd import Terms
 from planner.documents.profile import Line
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import codec_of
 from planner.model.problem import Problem
 from planner.model.spending import spending
 
@@ -43,9 +43,9 @@ class StepWork:
         packs_us = [_pack_us(problem, bucket) for bucket in schedule.buckets]
         pushes_us = problem.bucket_cost_us(members, problem.push.curve)
         for index, bucket in enumerate(schedule.buckets):
-            if bucket.collective == "sparse":  # values and indices, and what owners do with them
+            if not bucket.whole:  # with what owners do with selected elements
                 unpack_us = spending(problem, bucket).after_us / problem.ranks
-                pushes_us[index] = problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us
+                pushes_us[index] = problem.push.curve.at(codec_of(bucket).pushed_bytes(problem, bucket)) + unpack_us
         load = cls(
             forward_us=problem.forward_us,
             ready_us=tuple(problem.ready_list_us[max(gradients)] for gradients in members),
@@ -101,7 +101,7 @@ class StepWork:
 
 
 def _pack_us(problem: Problem, bucket: Bucket) -> float:
-    if bucket.collective == "sparse":
+    if not bucket.whole:
         return spending(problem, bucket).before_us / problem.ranks_per_worker
     size_bytes = problem.size_bytes[list(bucket.gradients)].sum()
     return _line_us(problem.cost.cluster.push_pack, size_bytes / problem.ranks_per_worker)

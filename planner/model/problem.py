@@ -16,18 +16,22 @@ from planner.cost.low_rank import LowRankCost, Thin, low_rank_cost, thin_of
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase, measured_flat, phase_of
 from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
-from planner.cost.wire import NATIVE, TWO_SHOT, WireCost, wire_cost
+from planner.cost.wire import WireCost, wire_cost
 from planner.documents.estimate import ComputeBasis, compute_basis, on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
 from runtime.errors import InputError
 from runtime.plan.names import layer_of
+from runtime.plan.transports import NATIVE, TWO_SHOT, Transport
 
 Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
 """Of one dtype, by bucket: the size of its message, and whether it has one (None: all have)."""
 Factors = float | NDArray[np.float64]
 Curve = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Bytes → microseconds."""
+
+SELECTORS = ("mstopk", "exact")
+"""Selectors of shards; whole buckets have the last one."""
 
 
 Key = TypeVarTuple("Key")
@@ -187,31 +191,31 @@ class Problem:
         )
 
     @memoised
-    def phases(self, collective: str, algorithm: str) -> tuple[Phase, ...]:
+    def phases(self, transport: Transport) -> tuple[Phase, ...]:
         """Return the phases of a dense collective on this cluster."""
-        return PHASES[collective, algorithm](self.cost.cluster, self.cost.all_reduce, self.cost.link)
+        return PHASES[transport](self.cost.cluster, self.cost.all_reduce, self.cost.link)
 
     @memoised
-    def sparse_phases(self, algorithm: str) -> tuple[SparsePhase, ...]:
+    def sparse_phases(self, transport: Transport) -> tuple[SparsePhase, ...]:
         """Return the phases of a collective of selected elements on this cluster."""
-        return SPARSE_PHASES[algorithm](self.cost.cluster, self.cost.link)
+        return SPARSE_PHASES[transport](self.cost.cluster, self.cost.link)
 
     @memoised
-    def wire_cost(self, dtype: str, algorithm: str) -> WireCost:
-        """Return the costs of buckets whose elements are sent in this dtype; `torus_2d` sends them whole inside nodes.
+    def wire_cost(self, dtype: str, transport: Transport) -> WireCost:
+        """Return the costs of buckets whose elements are sent in this dtype; by a torus they are whole inside nodes.
 
-        Raises InputError: by `torus_2d`, where a kind of link has no cost.
+        Raises InputError: by a torus, where a kind of link has no cost.
         """
         cluster = self.cost.cluster
-        if algorithm == NATIVE:
-            measured = measured_flat(cluster, NATIVE, queued=True) or self.cost.all_reduce
+        if transport == NATIVE:
+            measured = measured_flat(cluster, NATIVE.algorithm, queued=True) or self.cost.all_reduce
             return wire_cost(cluster, dtype, (measured,), self.ranks, owners=False)
-        if algorithm == "torus_2d" and 1 not in (cluster.nodes, cluster.ranks_per_node):
-            scatter, _, gather = self.phases("all_reduce", "torus_2d")
+        if transport.hierarchical and 1 not in (cluster.nodes, cluster.ranks_per_node):
+            scatter, _, gather = self.phases(transport)
             between = (phase_of(cluster, name, "ring", "inter", cluster.nodes) for name in (REDUCE_SCATTER, ALL_GATHER))
             curves = tuple(phase.curve for phase in between if phase is not None)
             return wire_cost(cluster, dtype, curves, cluster.nodes, inside=(scatter, gather))
-        two_shots = measured_flat(cluster, TWO_SHOT, queued=True)
+        two_shots = measured_flat(cluster, TWO_SHOT.algorithm, queued=True)
         halves_known = all(measured_flat(cluster, name) is not None for name in (REDUCE_SCATTER, ALL_GATHER))
         if two_shots is None and (halves_known or cluster.library is not None):
             return wire_cost(cluster, dtype, (self.reduce_scatter.curve, self.all_gather.curve), self.ranks)
@@ -233,24 +237,24 @@ class Problem:
         """The elements of a bucket."""
         return int(self.numel[list(bucket.gradients)].sum())
 
-    def selection_cost(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
-        """What selecting, or unpacking, costs over the dense bytes of a bucket; HiTopKComm selects from a shard."""
-        cluster = self.cost.cluster
-        selector, shards = self.hitopk_selector if algorithm == "hitopk" else "exact", self.shards(algorithm)
+    def selection_cost(self, transport: Transport, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
+        """Return what selecting, or unpacking, costs over the dense bytes of a bucket; see `shards`."""
+        cluster, selector = self.cost.cluster, self.selector(transport)
         line = selector_line(getattr(cluster, field), selector, f"cluster {cluster.name or '(unnamed)'}: $.{field}")
-        return SelectionCost.of(line, shards)
+        return SelectionCost.of(line, self.shards(transport))
 
-    @property
-    def hitopk_selector(self) -> str:
-        """CommLib's, but where another one was measured to be faster."""
+    def selector(self, transport: Transport) -> str:
+        """Return how elements are selected: of shards by CommLib's, but where another one was measured to be faster."""
+        if not transport.hierarchical:
+            return SELECTORS[-1]
         lines = self.cost.cluster.sparsify
-        if not isinstance(lines, dict) or not {"exact", "mstopk"} <= lines.keys():
-            return "mstopk"
-        return min(("mstopk", "exact"), key=lambda name: lines[name].beta_us_per_byte)
+        if not isinstance(lines, dict) or not set(SELECTORS) <= lines.keys():
+            return SELECTORS[0]
+        return min(SELECTORS, key=lambda name: lines[name].beta_us_per_byte)
 
-    def shards(self, algorithm: str) -> int:
-        """Over how many ranks a bucket is shared out before each selects from its own."""
-        return self.cost.cluster.ranks_per_node if algorithm == "hitopk" else 1
+    def shards(self, transport: Transport) -> int:
+        """Return over how many ranks a bucket is shared out before each selects from its own."""
+        return self.cost.cluster.ranks_per_node if transport.hierarchical else 1
 
     def layer_elements(self, bucket: Bucket) -> list[int]:
         """The elements of each run of gradients of one layer in a bucket, layers as the runtime knows them: by name."""

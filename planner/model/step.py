@@ -19,9 +19,10 @@ import numpy as np
 
 from planner.cost.halves import ALL_GATHER
 from planner.ir import Bucket, Places
+from planner.model.codecs import Spending
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops, run
 from planner.model.problem import Factors, Problem
-from planner.model.spending import Spending, slowdowns, spending
+from planner.model.spending import slowdowns, spending
 from runtime.plan.timeline import Span, Timeline
 
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.sparse import FLAT_GATHERS
-from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.ir import Schedule
+from planner.model.codecs import Spending
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.model.spending import Spending, slowdowns, spending
+from planner.model.spending import slowdowns, spending
 from planner.model.step import Exchange
-
-ONE_NETWORK = ("library", "tree", TWO_SHOT, NATIVE, *FLAT_GATHERS)
-"""Algorithms whose messages pass through all ranks, for which contention by size was measured."""
 
 
 def step_ops(problem: Problem, schedule: Schedule, exchange: Exchange | None = None) -> Ops:
@@ -36,8 +32,8 @@ def step_ops(problem: Problem, schedule: Schedule, exchange: Exchange | None = N
     factors = [(problem.contention.compute, problem.contention.network)] * len(buckets)
     if problem.cost.slowdown is not None:
         by_size = slowdowns(problem, buckets, spent_on)
-        measured = [bucket.algorithm in ONE_NETWORK for bucket in buckets]
-        factors = [of if known else usual for of, known, usual in zip(by_size, measured, factors, strict=True)]
+        # Contention by size was measured of messages that pass through all ranks.
+        factors = [f if b.transport.hierarchical else of for of, b, f in zip(by_size, buckets, factors, strict=True)]
 
     ops.add(Op(COMPUTE, problem.forward_us, kind="forward"))
     closes, ends = {max(bucket.gradients): index for index, bucket in enumerate(buckets)}, [0] * len(buckets)

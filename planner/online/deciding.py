@@ -43,7 +43,7 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
     plan = optimize(profile, accuracy=request["accuracy"], allow=tuple(request["allow"]))
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}
     others = [
-        Schedule(buckets=tuple(Bucket(gradients=tuple(index[name] for name in bucket)) for bucket in buckets))
+        Schedule(buckets=tuple(Bucket(tuple(index[name] for name in bucket)) for bucket in buckets))
         for buckets in request["others"]
     ]
     problem = make_problem(profile)

@@ -25,6 +25,7 @@ from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming
 from runtime.monitor.drift import bucket_times, complete
 from runtime.plan import Plan
+from runtime.plan.transports import LIBRARY
 from runtime.session.session import Session
 
 SMALLEST_BYTES, LARGEST_BYTES = 1024, 4 * 1024 * 1024
@@ -117,7 +118,7 @@ class LinkProbe:
 
     def __init__(self, session: Session, sizes_bytes: Sequence[int]) -> None:
         self._clock = session.recorder.clock
-        self._communicator = make_communicator(session.world, [COLLECTIVES[("all_reduce", "library")]], session.device)
+        self._communicator = make_communicator(session.world, [COLLECTIVES[LIBRARY]], session.device)
         self._buckets = {size: make_bucket(size, session.device, "a message to time the link") for size in sizes_bytes}
         self._timings: list[tuple[CommTiming, CommTiming]] = []
         self.close = self._communicator.close

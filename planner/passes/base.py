@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE, Schedule
+from planner.model.codecs import CodecModel, Form
 from planner.model.problem import Problem
-from planner.search.tables import BucketTables, Form
+from planner.search.tables import BucketTables
 from runtime.plan import Accuracy
 from runtime.plan.predicted import Certificate
 
@@ -104,6 +105,11 @@ class Pass:
     """What its results ask of the script (`runtime.plan.interfaces`), where it runs only if that is allowed."""
     decides_update: ClassVar[bool] = False
     """Whether it decides what ranks share of the update; the others do not see that."""
+
+    @property
+    def codecs(self) -> frozenset[type[CodecModel]]:
+        """The lossy codecs that it may choose."""
+        return frozenset()
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """A new schedule; never worse in predicted step time than the one given."""

@@ -16,14 +16,15 @@ from typing import ClassVar
 from planner.cost.ssd import mean_step_us
 from planner.documents.text import format_significant, ms
 from planner.ir import TIE, Schedule, Synchronous
-from planner.model.compression import compression, ratio_limits
+from planner.model.codecs import TopK, compression
+from planner.model.compression import ratio_limits
 from planner.model.delay import CycleTimeline
 from planner.model.delay_load import StepWork
 from planner.model.modes import delayed, simulate_schedule, step_us
 from planner.model.modes.delayed import Delayed, delay_spec
 from planner.model.problem import Problem
 from planner.passes.base import GAIN, Bound, Pass, Result
-from planner.passes.joint import compress_of
+from planner.passes.joint import Codecs, compress_of
 from planner.passes.merge import best_of
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.sparse_pushes import best_selected
@@ -31,6 +32,7 @@ from planner.strategies.baselines import ddp
 from runtime.errors import InputError
 from runtime.plan import Accuracy
 from runtime.plan.predicted import DelayPoint
+from runtime.plan.transports import LIBRARY
 
 DEFAULT_MAX_DELAY = 4
 """Table 2 of SSD-SGD shows loss of accuracy at 5."""
@@ -66,6 +68,10 @@ class Delay(Pass):
     """As of `joint`: names that are pushed whole."""
     compress: str = ""
     """As of `joint`: where it allows no selected elements, all are pushed."""
+
+    @property
+    def codecs(self) -> Codecs:
+        return compress_of(self.compress)
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The chosen k with its buckets where that makes the step shorter, else the schedule as it was.
@@ -116,7 +122,7 @@ class Delay(Pass):
         options = candidates(problem, schedule)
         limits = ratio_limits(problem, self.max_ratio or None, self.protect)
         selected = None
-        if compress_of(self.compress).selects:
+        if TopK in self.codecs:
             selected = best_selected(
                 problem, limits, lambda schedule: step_us(problem, replace(schedule, mode=Delayed(largest)))
             )
@@ -169,8 +175,8 @@ def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedul
     found = [Schedule.from_boundaries(merge_exact(pushes).stops), Schedule.from_boundaries([problem.count])]
     if problem.dtype_count == 1:  # with several, DDP's may interleave, which a plan cannot hold
         found.append(ddp(problem))
-    if given is not None and all(bucket.compressor == "none" for bucket in given.buckets):
-        library = tuple(replace(bucket, algorithm="library") for bucket in given.buckets)
+    if given is not None and all(bucket.whole for bucket in given.buckets):
+        library = tuple(replace(bucket, transport=LIBRARY) for bucket in given.buckets)
         found.insert(0, replace(given, mode=Synchronous(), buckets=library))
     return tuple(dict.fromkeys(found))
 
@@ -206,7 +212,7 @@ def _notes(problem: Problem, found: Choice, choices: Sequence[Choice]) -> list[s
             f"the worker is the node: its {problem.ranks_per_worker} ranks average their gradients in every step and "
             f"have the same weights"
         )
-    lossy = [bucket for bucket in schedule.buckets if bucket.k is not None]
+    lossy = [bucket for bucket in schedule.buckets if not bucket.whole]
     if lossy:
         ratio, _ = compression(problem, lossy)
         notes.append(

@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
-from planner.cost.wire import NARROW_FORMS
 from planner.ir import TIE, Schedule
-from planner.model.compression import Limits, compression, make_limits, partially_protected_boundaries
+from planner.model.codecs import DENSE_FORM, LOSSY, CodecModel, Form, Steps, TopK, Wire, compression
+from planner.model.compression import Limits, make_limits, partially_protected_boundaries
 from planner.model.modes import step_us
 from planner.model.problem import Problem
 from planner.model.replay import Candidate
@@ -34,14 +34,12 @@ from planner.search.lags import layer_wise
 from planner.search.links import SearchResult, search
 from planner.search.tables import (
     BucketTables,
-    Form,
     bucket_tables,
-    dense_algorithms,
+    dense_transports,
     flat_forms,
     forms_on_links,
     grid,
     has_two_links,
-    low_rank_forms,
 )
 from runtime.errors import InputError
 from runtime.plan import Accuracy
@@ -83,47 +81,34 @@ class Joint(Pass):
     def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
         """The best schedule for each form, from the least to the most compression, beginning with the one given."""
         limits = make_limits(problem, self.max_ratio or None, self.protect)
-        compress = compress_of(self.compress)
-        ratios = parse_densities(self.densities)
-        ranks = ranks_up_to(check_max_rank(self.max_rank or MAX_RANK)) if compress.factors else ()
-        low_rank = low_rank_forms(problem, limits, ranks)
-        return _frontier(problem, schedule, limits, ratios if compress.selects else (), compress.narrow, low_rank)
+        steps = Steps(parse_densities(self.densities), check_max_rank(self.max_rank or MAX_RANK))
+        compressed = [form for codec in LOSSY if codec in self.codecs for form in codec.forms(problem, limits, steps)]
+        return _frontier(problem, schedule, limits, flat_forms(compressed))
+
+    @property
+    def codecs(self) -> Codecs:
+        return compress_of(self.compress)
 
 
-class Compress(NamedTuple):
-    """What a plan may do to a bucket."""
+Codecs = frozenset[type[CodecModel]]
+"""Lossy codecs that a plan may have."""
 
-    narrow: tuple[tuple[str, str], ...] = ()
-    """(dtype, algorithm)."""
-    factors: bool = False
-    """Send products in place of matrices."""
-    selects: bool = False
-
-    def __or__(self, other: Compress) -> Compress:
-        """What either allows."""
-        return Compress(self.narrow or other.narrow, self.factors or other.factors, self.selects or other.selects)
+COMPRESS: Mapping[str, Codecs] = {
+    "all": frozenset(LOSSY), **{codec.option: frozenset({codec}) for codec in LOSSY}, "none": frozenset()
+}  # fmt: skip
 
 
-COMPRESS: Mapping[str, Compress] = {
-    "all": Compress(NARROW_FORMS, factors=True, selects=True),
-    "wire": Compress(NARROW_FORMS),
-    "lowrank": Compress(factors=True),
-    "sparse": Compress(selects=True),
-    "none": Compress(),
-}
+DEFAULT_COMPRESS = Wire.option
 
 
-DEFAULT_COMPRESS = "wire"
-
-
-def compress_of(names: str) -> Compress:
+def compress_of(names: str) -> Codecs:
     """Return what the option of a pass allows, by default `wire`. Raises InputError: an unknown name."""
     return check_compress(names or DEFAULT_COMPRESS)
 
 
-def check_compress(names: str) -> Compress:
+def check_compress(names: str) -> Codecs:
     """Return what names of `COMPRESS`, separated by commas or `|`, allow. Raises InputError: an unknown one."""
-    allowed = Compress()
+    allowed: Codecs = frozenset()
     for name in re.split(r"[,|]", names):
         if name.strip() not in COMPRESS:
             known = ", ".join(COMPRESS)
@@ -137,15 +122,6 @@ def check_max_rank(value: int, where: str = "--max-rank") -> int:
     if not isinstance(value, int) or not 1 <= value <= LARGEST_RANK:
         raise InputError(f"{where}: found {value!r}, expected a whole number from 1 to {LARGEST_RANK}, such as 4")
     return value
-
-
-def ranks_up_to(largest: int) -> tuple[int, ...]:
-    """Powers of two below the largest rank, and that.
-
-    >>> ranks_up_to(6)
-    (1, 2, 4, 6)
-    """
-    return tuple(sorted({largest, *(2**power for power in range(largest.bit_length()) if 2**power <= largest)}))
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
@@ -167,16 +143,9 @@ def parse_densities(text: str) -> tuple[float, ...]:
     return tuple(sorted({1.0 / value for value in values if value < 1.0}))
 
 
-def _frontier(
-    problem: Problem, given: Schedule, limits: Limits, ratios: tuple[float, ...], narrow: Sequence[tuple[str, str]],
-    low_rank: Sequence[Form],
-) -> Frontier:  # fmt: skip
+def _frontier(problem: Problem, given: Schedule, limits: Limits, ladder: tuple[Form, ...]) -> Frontier:
     start_us = step_us(problem, given)
-    points = [Point(form=Form("library"), schedule=given, iteration_us=start_us, exact=False)]
-    most = float(limits.ratios.max())
-    ratios = (*(ratio for ratio in ratios if ratio < most), *([most] if any(r >= most for r in ratios) else []))
-    narrow = () if limits.whole.all() else narrow
-    ladder = flat_forms(tuple(ratio for ratio in ratios if ratio > 1.0), narrow, low_rank)
+    points = [Point(form=DENSE_FORM, schedule=given, iteration_us=start_us, exact=False)]
     if problem.ranks == 1 or len(ladder) == 1:
         return Frontier(points=tuple(points), bound_us=start_us, limits=limits.ratios)
     forms = FlatForms(problem, ladder, limits)
@@ -209,7 +178,7 @@ def _point(
 ) -> tuple[Point, SearchResult | None]:
     """The best with the first `allowed` forms beside dense, and what two kinds of link gave; `before` is one short."""
     ladder, fixed = forms.forms[: allowed + 1], [before.schedule]
-    if ladder[-1].selects:
+    if isinstance(ladder[-1].codec, TopK):
         fixed.append(layer_wise(problem, np.minimum(limits.ratios, ladder[-1].ratio), by_layer=True))
     # Every gradient in one bucket (SLGS by layer), and the buckets known so far, in each form.
     cuts = [(problem.count,), *known_stops([before.schedule])]
@@ -237,7 +206,7 @@ def _point(
     candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
     links: SearchResult | None = None
     if has_two_links(problem):
-        both = [form for form in forms_on_links(ladder, dense_algorithms(problem)) if _has_cost(problem, form)]
+        both = [form for form in forms_on_links(ladder, dense_transports(problem)) if _has_cost(problem, form)]
         known_here = known_stops([_least(problem, candidates), *fixed[:1]])
         links = search(LinkForms(problem, both, limits), known_here)
         candidates += links.schedules
@@ -247,11 +216,9 @@ def _point(
 
 
 def _has_cost(problem: Problem, form: Form) -> bool:
-    """Whether the cluster says what a form costs on two kinds of link."""
+    """Return whether the cluster has costs for a form on two kinds of link."""
     try:
-        if form.dtype is not None:
-            return bool(problem.wire_cost(form.dtype, form.algorithm).phases)
-        return not form.selects or bool(problem.sparse_phases(form.algorithm))
+        return form.codec.has_cost(problem, form)
     except InputError:
         return False
 

@@ -18,6 +18,7 @@ from planner.model.step import Overlap
 from planner.passes.base import Pass, Result
 from planner.search.merge import MergeProblem, MergeSolution, merge_exact
 from planner.search.merge_contended import end_us, improve, merge_contended
+from runtime.plan.transports import LIBRARY, Transport
 
 
 def merge_problem(problem: Problem) -> MergeProblem:
@@ -54,10 +55,10 @@ class Merge(Pass):
         return Result(schedule=best_of(problem, [*made, schedule]))
 
 
-def boundaries(schedule: Schedule, algorithm: str = "library") -> tuple[int, ...] | None:
-    """Where the buckets stop; None where they are not runs of consecutive gradients, all-reduced by one algorithm."""
+def boundaries(schedule: Schedule, transport: Transport = LIBRARY) -> tuple[int, ...] | None:
+    """Where the buckets stop; None where they are not runs of consecutive gradients, of one transport."""
     stops = schedule.stops
-    return stops if replace(schedule, norms=None) == Schedule.from_boundaries(stops, algorithm) else None
+    return stops if replace(schedule, norms=None) == Schedule.from_boundaries(stops, transport) else None
 
 
 def best_of(problem: Problem, candidates: list[Schedule]) -> Schedule:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from planner.ir import TIE, Schedule
+from planner.model.codecs import TopK
 from planner.model.modes import step_us
 from planner.model.problem import Problem
 from planner.passes.base import Pass, Result
-from planner.passes.joint import Joint
+from planner.passes.joint import Codecs, Joint
 from planner.search.lags import layer_wise
 from runtime.plan import Accuracy
 
@@ -29,9 +30,15 @@ class Sparsify(Pass):
     protect: str = ""
     """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
 
+    @property
+    def codecs(self) -> Codecs:
+        return frozenset({TopK})
+
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """Eq. 19's buckets where they make the step shorter, else the schedule as it was."""
-        frontier = Joint(max_ratio=self.max_ratio, protect=self.protect, compress="sparse").frontier(schedule, problem)
+        frontier = Joint(max_ratio=self.max_ratio, protect=self.protect, compress=TopK.option).frontier(
+            schedule, problem
+        )
         found = layer_wise(problem, frontier.limits, by_layer=True)
         shorter = step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE)
         return Result(schedule=found if shorter else schedule, frontier=frontier)

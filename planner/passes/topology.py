@@ -19,7 +19,7 @@ from planner.passes.base import Pass, Result
 from planner.passes.merge import best_of, merge_without_contention
 from planner.search.forms import LinkForms
 from planner.search.links import SearchResult, climb, search
-from planner.search.tables import dense_algorithms, forms_on_links, has_two_links
+from planner.search.tables import dense_transports, forms_on_links, has_two_links
 from planner.strategies.topologies import torus_2d
 
 
@@ -36,7 +36,7 @@ class Topology(Pass):
             return Result(schedule=schedule)
         candidates = [schedule, torus_2d(problem), *links_without_contention(problem, self.climbs).schedules]
         if problem.contended:  # where what is given knows more of contention than the labels do
-            forms = LinkForms(problem, forms_on_links((), dense_algorithms(problem)))
+            forms = LinkForms(problem, forms_on_links((), dense_transports(problem)))
             candidates += climb(forms, known_stops([schedule]), self.climbs)
         return Result(schedule=best_of(problem, candidates))
 
@@ -50,7 +50,7 @@ def links_without_contention(problem: Problem, climbs: int) -> SearchResult:
     Raises:
         InputError: no costs for both kinds of link; see `has_two_links`.
     """
-    forms = LinkForms(problem, forms_on_links((), dense_algorithms(problem)))
+    forms = LinkForms(problem, forms_on_links((), dense_transports(problem)))
     flat = Schedule.from_boundaries(merge_without_contention(problem).stops)
     return search(forms, known_stops([flat, torus_2d(problem)]), climbs)
 

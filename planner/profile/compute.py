@@ -33,6 +33,7 @@ from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
+from runtime.plan.transports import LIBRARY, Transport
 from runtime.session.session import Session
 from runtime.sparse.compressors.powersgd import matrix_shape
 
@@ -88,7 +89,7 @@ def measuring_plan(model: nn.Module, ranks: int) -> Plan:
 class OwnMessages:
     """A communicator that fills the session's buckets and does not send them, but messages of its own."""
 
-    def __init__(self, world: World, device: torch.device, kinds: Iterable[tuple[str, str]]) -> None:
+    def __init__(self, world: World, device: torch.device, kinds: Iterable[Transport]) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in kinds], device)
         self.close = self._inner.close
 
@@ -105,7 +106,7 @@ class AfterBackward(OwnMessages):
     """Sends one message when backward has ended."""
 
     def __init__(self, world: World, device: torch.device, size_bytes: int) -> None:
-        super().__init__(world, device, [("all_reduce", "library")])
+        super().__init__(world, device, [LIBRARY])
         self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
 
     def wait(self, until: CommTiming | None = None) -> None:

@@ -28,6 +28,7 @@ from runtime.comm.collectives.direct import Packed
 from runtime.comm.communicator import CommTiming, Payload
 from runtime.comm.world import World
 from runtime.monitor.clock import Clock
+from runtime.plan.transports import FLAT, LIBRARY
 
 MAX_ROUNDS = 15
 LEAST_ROUNDS = (3, 2, 1)
@@ -41,8 +42,8 @@ SHARE = 0.8
 """Part of backward that the messages are meant to fill if nothing slows them."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
-KINDS = {ALL_REDUCE: ("all_reduce", "library"), ALL_GATHER: ("sparse", "flat")}
-"""What is sent, as the runtime calls it."""
+KINDS = {ALL_REDUCE: LIBRARY, ALL_GATHER: FLAT}
+"""Names of samples with the transports that are timed."""
 GROWTH = 8
 SIZES = tuple(1024 * GROWTH**power for power in range(5))
 """Message bytes, of gathers those of all ranks; left out are those that are larger than the model, or of which two do

@@ -41,6 +41,7 @@ from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
 from runtime.errors import CommunicationError
 from runtime.fully_sharded.messages import SerialMessages
+from runtime.plan.transports import FLAT, LIBRARY, NATIVE, TWO_SHOT
 from runtime.torch_compat import all_gather_single, reduce_scatter_single
 
 SMALLEST_BYTES = 1024
@@ -237,11 +238,8 @@ def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], R
     return lambda size: make(world, device, size)
 
 
-_QUEUED = {
-    "all_reduce": ("all_reduce", "library"), "all_gather": ("sparse", "flat"), "two_shot": ("all_reduce", "two_shot"),
-    "native": ("all_reduce", "native"),
-}  # fmt: skip
-"""What buckets are sent by, with their entries in the registry."""
+_QUEUED = {"all_reduce": LIBRARY, "all_gather": FLAT, "two_shot": TWO_SHOT, "native": NATIVE}
+"""Names of samples with the transports that buckets are sent by."""
 _RATIOS = {"all_reduce": 2}
 """Of neighbouring sizes, where it is not 4."""
 
@@ -250,9 +248,9 @@ class _QueueProbe:
     """Sends messages as a session does; those of all sizes lie in one piece of memory, which is as large as one."""
 
     def __init__(self, name: str, world: World, device: torch.device, largest_bytes: int) -> None:
-        self._name, self._ranks = name, world.ranks
+        self._name, self._transport, self._ranks = name, _QUEUED[name], world.ranks
         self._memory = torch.zeros(max(1, largest_bytes // 4), device=device)
-        self._communicator = make_communicator(world, [COLLECTIVES[_QUEUED[name]]], device)
+        self._communicator = make_communicator(world, [COLLECTIVES[self._transport]], device)
         self.close = self._communicator.close
 
     def _payload(self, size_bytes: int, place: int) -> Payload:
@@ -260,11 +258,11 @@ class _QueueProbe:
         places = max(1, self._memory.numel() // numel)
         start = place % places * numel
         part = self._memory[start : start + numel]
-        if self._name in ("all_reduce", "native"):
-            return _as_bucket(part if self._name == "all_reduce" else part.view(torch.bfloat16), size_bytes).payload
+        if self._transport in (LIBRARY, NATIVE):
+            return _as_bucket(part if self._transport == LIBRARY else part.view(torch.bfloat16), size_bytes).payload
         own = part[: max(1, numel // self._ranks)]
         message: Packed | Narrowed
-        if self._name == "all_gather":
+        if self._transport == FLAT:
             message = Packed(own, own.new_empty(self._ranks * own.numel()))
         else:
             message = Narrowed(self._ranks, 4 * own.numel(), own.device, lambda received, summed: None)

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.documents.profile import Cluster, Profile, load_profile
 from runtime.errors import InputError
 from runtime.plan import Accuracy
+from runtime.plan.transports import NATIVE, TWO_SHOT
 
 if TYPE_CHECKING:
     from runtime.comm.world import World
@@ -34,6 +34,7 @@ LEAST_S = 2.0
 """What each phase may take in any case, however long the ones before it took."""
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
+NARROW_SUMS = (TWO_SHOT.algorithm, NATIVE.algorithm)
 
 REPEATS = "steps again, where they differ much"
 LAYERS = "layers of the model"
@@ -101,7 +102,7 @@ class Phase:
 
 def curves(flat: Sequence[str]) -> int:
     """Count the curves that are measured over all ranks: what buckets are sent by is also timed back to back."""
-    return len(flat) + sum(name in (ALL_REDUCE, ALL_GATHER, TWO_SHOT, NATIVE) for name in flat)
+    return len(flat) + sum(name in (ALL_REDUCE, ALL_GATHER, *NARROW_SUMS) for name in flat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class Wanted:
         bounded, relaxed = accuracy != "exact", accuracy == "relaxed"
         have = set((known.samples if known else None) or {})
         flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or bounded)
-        flat += [TWO_SHOT, NATIVE] * bounded
+        flat += NARROW_SUMS * bounded
         inside = [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER] if two_links else []
         between = ([ALL_REDUCE] + [ALL_GATHER] * bounded + [REDUCE_SCATTER] * relaxed) if two_links else []
         contention = known.contention if known else None

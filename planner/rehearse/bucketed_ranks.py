@@ -14,7 +14,6 @@ import torch
 from planner.comparison.measure import Measured, Record, Sweep, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVariant, Hook, make_variants, sweep
-from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Line, Profile, SelectionLine
@@ -37,6 +36,7 @@ from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
 from runtime.plan.interfaces import SHARDED_STEP, granted
+from runtime.plan.transports import NATIVE, TWO_SHOT
 from runtime.session.session import Session
 from runtime.sparse.residuals import ErrorFeedbackState
 
@@ -115,7 +115,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         asked, world, scale, progress = self.asked, self.world, self.scale, self.progress
         halves, lossy = _shares_update(asked) or self._riskiest == "relaxed", self._riskiest != "exact"
         names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
-        names += [TWO_SHOT, NATIVE] * lossy
+        names += [TWO_SHOT.algorithm, NATIVE.algorithm] * lossy
         gradients = asked.profile.compute.gradients
         size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
         two_links = asked.cluster.ranks_per_node > 1
@@ -294,12 +294,7 @@ def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
     index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
     return Schedule(
         buckets=tuple(
-            Bucket(
-                gradients=tuple(index[name] for name in bucket.gradients),
-                collective=bucket.collective,
-                algorithm=bucket.algorithm,
-            )
-            for bucket in plan.buckets
+            Bucket(tuple(index[name] for name in bucket.gradients), bucket.transport) for bucket in plan.buckets
         )
     )
 

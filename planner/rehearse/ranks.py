@@ -29,6 +29,7 @@ from runtime.comm.communicator import CommTiming
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
 from runtime.plan import Plan
+from runtime.plan.transports import LIBRARY
 
 A = TypeVar("A", bound=Asked)
 T = TypeVar("T")
@@ -216,7 +217,7 @@ class Teller:
 
 def probe(world: World) -> Machine:
     """Return what an all-reduce costs these ranks where no link holds it."""
-    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], CPU)
+    communicator = make_communicator(world, [COLLECTIVES[LIBRARY]], CPU)
     try:
         times = {}
         for numel in (256, PROBE_BYTES // 4):

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.cost import nccl
-from planner.cost.wire import NATIVE
 from planner.decide.advise import Advice
 from planner.decide.at_scale import ScalePoint
 from planner.decide.bounded import ALLOWED, MORE
@@ -24,6 +23,7 @@ from planner.documents.text import (
     sanitize,
 )
 from planner.fsdp2.summary import Listing, wrapping_lines, wrapping_listings
+from planner.model.codecs import BY_NAME, LOSSY
 from planner.model.modes import describe
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
@@ -121,8 +121,8 @@ def bucket_table(plan: Plan) -> Table:
 
 def bucket_form(bucket: PlanBucket) -> str:
     """Return a bucket's collective, algorithm and compressor."""
-    form = sanitize(f"{bucket.collective}/{bucket.algorithm}")
-    return form if bucket.compressor.name == "none" else f"{form} {sanitize(bucket.compressor.name)}"
+    form = sanitize(str(bucket.transport))
+    return form if bucket.dense else f"{form} {sanitize(bucket.compressor.name)}"
 
 
 NOISY = 0.05
@@ -185,16 +185,10 @@ def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> l
 
 def _accuracy_line(plan: Plan) -> str:
     """Buckets, what is left out, and the step."""
-    kept = [k for bucket in plan.buckets for k in (bucket.compressor.k or {}).values()]
-    sparse = sum(bucket.collective == "sparse" for bucket in plan.buckets)
-    by_layer = sum(bucket.compressor.k is not None for bucket in plan.buckets)
-    sent = f", {sum(kept):,} elements of these are sent" if sparse == by_layer else ""
-    narrow = [bucket.compressor.dtype for bucket in plan.buckets if bucket.compressor.dtype is not None]
-    low_rank = [str(bucket.compressor.rank) for bucket in plan.buckets if bucket.compressor.rank is not None]
-    ways = [f"{len(narrow)} of them in {', '.join(dict.fromkeys(narrow))}"] if narrow else []
-    ways += [f"{len(low_rank)} of them of rank {', '.join(dict.fromkeys(low_rank))}"] if low_rank else []
-    ways += [f"{sparse} of them sparse{sent}"] if sparse else []
-    how = ", ".join(ways) or "no compression"
+    of_codec = {
+        codec: [bucket for bucket in plan.buckets if BY_NAME.get(bucket.compressor.name) is codec] for codec in LOSSY
+    }
+    how = ", ".join(codec.summary(buckets) for codec, buckets in of_codec.items() if buckets) or "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
     words = describe(plan)
     if words.makes_batches:
@@ -207,8 +201,7 @@ def frontier_table(plan: Plan) -> Table:
     table = make_table("speed over compression", columns)
     for point in plan.frontier or ():
         sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
-        form = point.dtype or ("dense" if point.max_ratio <= 1.0 else f"rank {point.rank}" if point.rank else "sparse")
-        form = f"{form}, {point.algorithm}" if point.algorithm == NATIVE else form
+        form = next(filter(None, (codec.point_text(point) for codec in LOSSY)), "dense")
         counts = point.buckets, point.narrow_buckets, point.low_rank_buckets, point.sparse_buckets
         table.add_row(form, f"{point.max_ratio:,.3g}", *map(str, counts), sent, step)
     return table

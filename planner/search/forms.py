@@ -10,13 +10,14 @@ from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 from planner.ir import Bucket, Schedule
-from planner.model.compression import Limits, bucket_at, density_sum, hitopk_at, ratio_of
+from planner.model.codecs import DENSE, Form, codec_of
+from planner.model.compression import Limits
 from planner.model.problem import Problem
 from planner.model.replay import Candidate, Work, steps_end_us
 from planner.model.spending import spending
 from planner.model.step import BucketCost, bucket_costs, bucket_costs_step_us
 from planner.search.local_search import local_search
-from planner.search.tables import Form
+from runtime.plan.transports import LIBRARY, TORUS_2D
 
 FLAT_WORK, LINK_WORK = 40_000, 12_000
 """Buckets that a local search may evaluate (some 0.1 s): on one network, and on two kinds of link."""
@@ -33,9 +34,7 @@ class Forms(Generic[Spent]):
     def __init__(self, problem: Problem, forms: Sequence[Form], limits: Limits | None = None) -> None:
         self.problem, self.forms = problem, tuple(forms)
         self.limits = limits or Limits.nothing(problem)
-        narrow = {form.dtype for form in forms if form.dtype is not None}
-        self._keep_dtype = {dtype: self.limits.keep_dtype(problem, dtype) for dtype in narrow}
-        self._keep_shape = self.limits.keep_shape(problem)
+        self._buckets = [form.codec.buckets(problem, form, self.limits) for form in self.forms]
         self._known: dict[tuple[int, int, int], tuple[Bucket, Spent] | None] = {}
 
     def spent(self, bucket: Bucket) -> Spent:
@@ -50,22 +49,9 @@ class Forms(Generic[Spent]):
         """The bucket [start, stop) in a form; None where it cannot have that."""
         key = start, stop, form
         if key not in self._known:
-            bucket = self._bucket(start, stop, self.forms[form])
+            bucket = self._buckets[form](start, stop)
             self._known[key] = None if bucket is None else (bucket, self.spent(bucket))
         return self._known[key]
-
-    def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
-        if form.dtype is not None:
-            whole = self._keep_dtype[form.dtype][start:stop].any()
-            return None if whole else Bucket.narrow(range(start, stop), form.dtype, form.algorithm)
-        if form.rank is not None:
-            factored = self.problem.thin(form.rank).factored[start:stop].any()
-            possible = factored and not self._keep_shape[start:stop].any()
-            return Bucket.low_rank(range(start, stop), form.rank) if possible else None
-        if not form.selects:
-            return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
-        at = hitopk_at if form.algorithm == "hitopk" else bucket_at
-        return at(self.problem, self.limits.ratios, start, stop, form.ratio)
 
     def of(self, choice: Candidate) -> list[tuple[Bucket, Spent]] | None:
         """What is known of every bucket; None where one cannot have its form."""
@@ -95,7 +81,8 @@ class FlatForms(Forms[_Flat]):
     def spent(self, bucket: Bucket) -> _Flat:
         """Its cost, largest ratio and sum of densities."""
         [cost] = bucket_costs(self.problem, [bucket])
-        return _Flat(cost, ratio_of(self.problem, bucket), density_sum(self.problem, bucket))
+        codec = codec_of(bucket)
+        return _Flat(cost, codec.ratio(self.problem, bucket), codec.densities(self.problem, bucket))
 
     def end_us(self, choice: Candidate) -> float:
         """The whole step, with contention."""
@@ -142,7 +129,7 @@ class LinkForms(Forms[Work]):
         found: list[Candidate] = []
         for stops in boundaries:
             for form, like in enumerate(self.forms):
-                fallback = self.forms.index(Form("torus_2d" if like.phased else "library"))
+                fallback = self.forms.index(Form(TORUS_2D if like.transport.hierarchical else LIBRARY, DENSE))
                 possible = [self.known(*place, form) is not None for place in pairwise((0, *stops))]
                 forms = [form if there else fallback for there in possible]
                 found.append(tuple(zip(stops, forms, strict=True)))

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE
-from planner.search.tables import BucketTables, Floats, Ints, cheapest_to_end_us
+from planner.model.codecs import Floats, Ints
+from planner.search.tables import BucketTables, cheapest_to_end_us
 
 EXACT_PLACES = 16
 """Up to so many gradients on one network labels also tell apart what they leave out: ties are broken exactly."""

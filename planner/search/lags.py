@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.sparse import SelectionCost, SparsePhase
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import TopK
 from planner.model.problem import Problem
+from runtime.plan.transports import FLAT
 
 
 def layer_wise(problem: Problem, limits: NDArray[np.float64], *, by_layer: bool = False) -> Schedule:
@@ -53,9 +55,10 @@ def _layer(
 ) -> list[Bucket]:
     """The buckets of one layer, with `budget_us` to hide behind: one, where all of it has one limit."""
     if int(problem.numel[slice(*run)].sum()) == 0 or float(problem.range_cost_us(*run)) <= budget_us:
-        return [Bucket(gradients=tuple(range(*run)))]
+        return [Bucket(tuple(range(*run)))]
     if not by_layer:
-        return [Bucket.sparse(range(*run), _count(problem, gather, run, budget_us, float(limits[run[0]])))]
+        k = _count(problem, gather, run, budget_us, float(limits[run[0]]))
+        return [Bucket(tuple(range(*run)), FLAT, TopK(k))]
     pieces = _pieces(problem, run, limits)
     dense = [piece for piece, limit in pieces if limit == 1.0]
     left_us = budget_us - sum(float(problem.range_cost_us(*piece)) for piece in dense)
@@ -63,12 +66,12 @@ def _layer(
     for piece, limit in pieces:
         members = tuple(range(*piece))
         if limit == 1.0:
-            buckets.append(Bucket(gradients=members))
+            buckets.append(Bucket(members))
             continue
-        elements = problem.layer_elements(Bucket(gradients=members))
+        elements = problem.layer_elements(Bucket(members))
         ks = apportion(_count(problem, gather, piece, left_us, limit), elements, limit)
         left_us -= float(gather.times_us(sum(ks), *_sizes(problem, piece)))
-        buckets.append(Bucket.sparse(members, sum(ks), ks=ks))
+        buckets.append(Bucket(members, FLAT, TopK.of_layers(ks)))
     return buckets
 
 
@@ -113,11 +116,11 @@ class _Gather:
 
     @cached_property
     def _phases(self) -> tuple[SparsePhase, ...]:
-        return self._problem.sparse_phases("flat")
+        return self._problem.sparse_phases(FLAT)
 
     @cached_property
     def _selection(self) -> tuple[SelectionCost, SelectionCost]:
-        return self._problem.selection_cost("flat"), self._problem.selection_cost("flat", "unpack")
+        return self._problem.selection_cost(FLAT), self._problem.selection_cost(FLAT, "unpack")
 
     def times_us(self, k: ArrayLike, numel: int, size_bytes: float) -> NDArray[np.float64]:
         """Of a layer of so many elements and dense bytes; elementwise."""

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE, Bucket, Schedule
-from planner.model.compression import compression, selected
+from planner.model.codecs import TopK, compression
+from planner.model.compression import selected
 from planner.model.problem import Problem
+from runtime.plan.transports import FLAT
 
 RATIOS = (4.0, 16.0, 64.0, 250.0, 1000.0)
 """Those of the pass `joint`."""
@@ -58,10 +60,10 @@ def _buckets(problem: Problem, limits: NDArray[np.float64], chosen: frozenset[in
 
     for (selects, _), run in groupby(range(problem.count), key=kind):
         members = tuple(run)
-        yield _selected(problem, limits, members, ratio) if selects else Bucket(gradients=members)
+        yield _selected(problem, limits, members, ratio) if selects else Bucket(members)
 
 
 def _selected(problem: Problem, limits: NDArray[np.float64], members: Sequence[int], ratio: float) -> Bucket:
     numel = int(problem.numel[list(members)].sum())
     k = selected(numel, float(limits[list(members)].min()), ratio)
-    return Bucket.sparse(members, k)
+    return Bucket(tuple(members), FLAT, TopK(k))

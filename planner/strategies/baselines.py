@@ -63,7 +63,7 @@ def ddp(problem: Problem, argument: str | None = None) -> Schedule:
     """DDP's default buckets, or those of `bucket_cap_mb` = argument."""
     cap_mib = None if argument is None else positive_number("ddp", argument, "MiB", at_most=MAX_MIB)
     members = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), cap_mib)
-    return Schedule(buckets=tuple(Bucket(gradients=tuple(bucket)) for bucket in members))
+    return Schedule(buckets=tuple(Bucket(tuple(bucket)) for bucket in members))
 
 
 def by_chance(problem: Problem, argument: str | None = None) -> Schedule:

@@ -63,5 +63,5 @@ def _filled(sizes: Iterable[int], least: int) -> list[list[int]]:
 
 
 def _late(members: Iterable[Iterable[int]]) -> Schedule:
-    buckets = tuple(Bucket(gradients=tuple(bucket)) for bucket in members)
+    buckets = tuple(Bucket(tuple(bucket)) for bucket in members)
     return replace(Schedule(buckets=buckets), mode=LateGather())

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from planner.cost.sparse import SparsePhase, selected_elements
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import TopK
 from planner.model.compression import shard_elements
 from planner.model.problem import Problem
 from planner.search.local_search import Stops, moved, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import density
 from planner.strategies.baselines import mg_wfbp, single, wfbp
+from runtime.plan.transports import HITOPK
 
-ALGORITHM = "hitopk"
 DEFAULT_DENSITY = 0.01
 GUESSES = (1, 16)
 """Numbers of buckets that are tried where each bucket's selection has a start-up."""
@@ -41,15 +42,15 @@ def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
     Raises:
         InputError: the cluster has no cost for one of its two kinds of link.
     """
-    share = DEFAULT_DENSITY if argument is None else density(ALGORITHM, argument)
-    phases = problem.sparse_phases(ALGORITHM)
+    share = DEFAULT_DENSITY if argument is None else density(HITOPK.algorithm, argument)
+    phases = problem.sparse_phases(HITOPK)
     if not phases or not problem.numel.any():
         return Schedule.from_boundaries([problem.count])
     usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
     found = [schedule.stops for schedule in usual]
     arrays = _arrays(problem, phases, share)
     # Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none.
-    starts_up = problem.selection_cost(ALGORITHM).alpha_us.any()
+    starts_up = problem.selection_cost(HITOPK).alpha_us.any()
     for buckets in GUESSES if starts_up else (1,):
         if buckets <= problem.count:
             found.append(merge_phased(arrays.guessed(buckets), found[:3]))
@@ -74,9 +75,10 @@ def _schedule(problem: Problem, stops: Stops, share: float) -> Schedule:
     for start, stop in pairwise((0, *stops)):
         members, numel = tuple(range(start, stop)), int(problem.numel[start:stop].sum())
         if numel == 0:
-            buckets.append(Bucket(gradients=members))
+            buckets.append(Bucket(members))
             continue
-        buckets.append(Bucket.sparse(members, selected_elements(share, shard_elements(problem, numel)), ALGORITHM))
+        k = selected_elements(share, shard_elements(problem, numel))
+        buckets.append(Bucket(members, HITOPK, TopK(k)))
     return Schedule(buckets=tuple(buckets))
 
 
@@ -104,7 +106,7 @@ class _Delayed(PhasedProblem):
 
 def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], share: float) -> _Delayed:
     size_bytes = np.cumsum(problem.size_bytes)
-    alpha_us, beta_us_per_byte = problem.selection_cost(ALGORITHM).line(share)
+    alpha_us, beta_us_per_byte = problem.selection_cost(HITOPK).line(share)
     numel = np.concatenate([[0], np.cumsum(problem.numel)])
     dense = np.concatenate([[0], size_bytes])
 

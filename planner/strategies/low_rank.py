@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import Bucket, Places, Schedule
-from planner.model.compression import FACTORED
+from planner.model.codecs import LowRank
+from planner.model.codecs.factors import FACTORED
 from planner.model.problem import Problem
 from planner.search.merge import MergeProblem, merge_exact
 from planner.strategies.arguments import whole_number
@@ -40,4 +41,4 @@ def low_rank(problem: Problem, argument: str | None = None) -> Schedule:
         return cost.network_us(*(of[stops] - of[starts] for of in (left, right, before)))
 
     stops = merge_exact(MergeProblem(problem.ready_us, time_us, problem.cost.all_reduce.non_decreasing)).stops
-    return Schedule.cut(stops, lambda members: Bucket.low_rank(members, rank))
+    return Schedule.cut(stops, lambda members: Bucket(tuple(members), codec=LowRank(rank)))

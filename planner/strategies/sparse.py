@@ -8,31 +8,33 @@ import numpy as np
 
 from planner.cost.sparse import selected_elements
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import TopK, codec_of
 from planner.model.compression import DEFAULT_MAX_RATIO, MAX_RATIO
 from planner.model.problem import Problem
 from planner.search.lags import layer_wise
 from planner.strategies.arguments import density, positive_number
 from runtime.plan.names import numbered
+from runtime.plan.transports import FLAT, NAIVE_ALL_GATHER, Transport
 
 DEFAULT_DENSITY = 0.001
 
 
 def slgs(problem: Problem, argument: str | None = None) -> Schedule:
     """One bucket of which a share of the elements travels: `slgs:D`, by default 0.001."""
-    return _one_bucket(problem, DEFAULT_DENSITY if argument is None else density("slgs", argument), "flat")
+    return _one_bucket(problem, DEFAULT_DENSITY if argument is None else density("slgs", argument), FLAT)
 
 
 def naive_all_gather(problem: Problem, argument: str | None = None) -> Schedule:
     """The same with CommLib's NaiveAG, which sends values and indices apart: `naive_all_gather:D`."""
     share = DEFAULT_DENSITY if argument is None else density("naive_all_gather", argument)
-    return _one_bucket(problem, share, "naive_all_gather")
+    return _one_bucket(problem, share, NAIVE_ALL_GATHER)
 
 
-def _one_bucket(problem: Problem, share: float, algorithm: str) -> Schedule:
+def _one_bucket(problem: Problem, share: float, transport: Transport) -> Schedule:
     numel = int(problem.numel.sum())
     if problem.ranks == 1 or numel == 0:
         return Schedule.from_boundaries([problem.count])
-    bucket = Bucket.sparse(range(problem.count), selected_elements(share, numel), algorithm)
+    bucket = Bucket(tuple(range(problem.count)), transport, TopK(selected_elements(share, numel)))
     return Schedule(buckets=(bucket,))
 
 
@@ -49,5 +51,5 @@ def ratios(problem: Problem, schedule: Schedule) -> dict[str, float]:
     result: dict[str, float] = {}
     layers = [problem.profile.compute.gradients[bucket.gradients[0]].layer for bucket in schedule.buckets]
     for name, bucket in zip(numbered(layers), schedule.buckets, strict=True):
-        result[name] = 1.0 if bucket.k is None else problem.elements(bucket) / bucket.k
+        result[name] = codec_of(bucket).ratio(problem, bucket)
     return result

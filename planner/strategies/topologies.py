@@ -12,8 +12,7 @@ from planner.search.merge import MergeProblem, merge_exact
 from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import refuse_argument
 from planner.strategies.baselines import mg_wfbp, single, wfbp
-
-TORUS, TREE = "torus_2d", "tree"
+from runtime.plan.transports import TORUS_2D, TREE
 
 
 @lru_cache(maxsize=4)  # a pass asks twice, for its start and for what it must not be worse than
@@ -23,17 +22,17 @@ def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
     Raises:
         InputError: the cluster has no cost for one of its two kinds of link.
     """
-    refuse_argument(TORUS, argument)
+    refuse_argument(TORUS_2D.algorithm, argument)
     arrays = phased_problem(problem)
     if arrays is None:
-        return Schedule.from_boundaries([problem.count], TORUS)
+        return Schedule.from_boundaries([problem.count], TORUS_2D)
     usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
-    return Schedule.from_boundaries(merge_phased(arrays, [schedule.stops for schedule in usual]), TORUS)
+    return Schedule.from_boundaries(merge_phased(arrays, [schedule.stops for schedule in usual]), TORUS_2D)
 
 
 def phased_problem(problem: Problem) -> PhasedProblem | None:
     """The arrays that the merge works on; None for a single rank, which sends nothing."""
-    phases = problem.phases("all_reduce", TORUS)
+    phases = problem.phases(TORUS_2D)
     if not phases:
         return None
     return PhasedProblem(
@@ -50,8 +49,8 @@ def tree(problem: Problem, argument: str | None = None) -> Schedule:
     Raises:
         InputError: the cluster has no cost for one of its kinds of link.
     """
-    refuse_argument(TREE, argument)
-    phases = problem.phases("all_reduce", TREE)
+    refuse_argument(TREE.algorithm, argument)
+    phases = problem.phases(TREE)
     if not phases:
         return Schedule.from_boundaries([problem.count], TREE)
     [phase] = phases

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from runtime.comm.collectives import POINT_TO_POINT, form_of
 from runtime.comm.communicator import THROUGH_HOST
 from runtime.comm.world import World
 from runtime.plan import Plan
@@ -25,9 +24,9 @@ def check_backend(plan: Plan, world: World, device: torch.device) -> str | None:
     if device.type == "cpu" or backend != THROUGH_HOST:
         return None
     for index, bucket in enumerate(plan.buckets):
-        if form_of(bucket) in POINT_TO_POINT:
+        if bucket.transport.point_to_point:
             return (
-                f"bucket {index} is sent by {'/'.join(form_of(bucket))}, from rank to rank, which {THROUGH_HOST} does "
+                f"bucket {index} is sent by {bucket.transport}, from rank to rank, which {THROUGH_HOST} does "
                 f"on CPUs alone, and parameters are on {device}; expected nccl there, or another algorithm: start "
                 f"torch.distributed with nccl, or plan without it"
             )

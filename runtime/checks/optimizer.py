@@ -44,7 +44,7 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
             f"{'no optimizer' if optimizer is None else type(optimizer).__name__}, which has none to share; expected "
             f"runtime.optimizers.LARS or LAMB: use the optimizer that was profiled, or profile again"
         )
-    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
+    lossy = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
     if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):
         return None
     return (
@@ -72,7 +72,7 @@ def check_owner(model: nn.Module, given: object) -> str | None:
 
 def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """Warn where a plan selects elements for an optimizer that divides by their size."""
-    selected = sum(bucket.collective == "sparse" for bucket in plan.buckets)
+    selected = sum(bucket.transport.sparse for bucket in plan.buckets)
     if selected and isinstance(optimizer, ADAPTIVE):
         warnings.warn(
             f"{selected} of {len(plan.buckets)} buckets send selected elements, and {type(optimizer).__name__} divides "

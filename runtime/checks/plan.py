@@ -10,27 +10,21 @@ import torch
 from torch import nn
 
 from runtime.checks.modes import asked_modes
-from runtime.comm.collectives import (
-    COLLECTIVES,
-    DENSE_FORMS,
-    HITOPK,
-    NARROW_PHASED,
-    NATIVE,
-    PHASED,
-    TWO_SHOT,
-    form_of,
-)
+from runtime.comm.collectives import COLLECTIVES, PHASED
 from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
 from runtime.errors import InputError
 from runtime.plan import HINT, Plan, PlanBucket, combinations, gathers_problem, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
+from runtime.plan.transports import HITOPK, NATIVE, Transport
 from runtime.sparse.compressed import layer_runs
-from runtime.sparse.compressors import COMPRESSORS, make_compressor
-from runtime.sparse.compressors.wire import BETWEEN_NODES, EIGHT_BITS, make_wire
+from runtime.sparse.compressors import COMPRESSORS, Family, make_compressor
+from runtime.sparse.compressors.wire import BETWEEN_NODES, EIGHT_BITS
 from runtime.torch_compat import is_sharded, is_updated_in_backward, is_wrapped
 
-SELECTING = ("topk", "randomk")
-"""Compressors that send some elements as they are, by sparse collectives."""
+SHARDS_HINT = (
+    "is sent by sparse/hitopk, which selects from shards, not from layers; expected the compressor topk with one "
+    'density and no scope "layer"'
+)
 
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 """Dtypes that backends and torch add up."""
@@ -256,10 +250,10 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
     for index, bucket in enumerate(plan.buckets):
         spec = bucket.compressor
         by_layer = spec.k is not None or spec.scope == "layer"
-        features = combinations.features_of_bucket(bucket.collective, bucket.algorithm, spec.name, by_layer=by_layer)
+        features = combinations.features_of_bucket(bucket.transport, spec.name, by_layer=by_layer)
         for feature in features:
             if feature in against:
-                how = f"is sent by {'/'.join(form_of(bucket))} with the compressor {spec.name!r}"
+                how = f"is sent by {bucket.transport} with the compressor {spec.name!r}"
                 how = "selects by layer" if feature == combinations.LAYER_SELECTION else how
                 return f"bucket {index} {how}, but {against[feature]}; expected {forms}: {HINT}"
     shares = plan.updates.norms.shares if plan.updates and plan.updates.norms else None
@@ -281,62 +275,58 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
 
 def _check_form(bucket: PlanBucket) -> str | None:
     """Return what is unknown about how a bucket is sent, as what follows its number."""
-    form, compressor = form_of(bucket), bucket.compressor.name
-    if form not in COLLECTIVES and form not in PHASED:
-        known = ", ".join("/".join(name) for name in sorted((*COLLECTIVES, *PHASED)))
-        return f"is sent by {'/'.join(form)}, which is unknown here; known: {known}"
-    if compressor not in COMPRESSORS:
-        return f"has the compressor {compressor!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
-    if (bucket.collective == "sparse") != (compressor in SELECTING):
-        which = SELECTING if bucket.collective == "sparse" else ("none", *DENSE_FORMS)
-        found = f"is sent by {'/'.join(form)} with the compressor {compressor!r}"
+    transport, spec = bucket.transport, bucket.compressor
+    if transport not in COLLECTIVES and transport not in PHASED:
+        return f"is sent by {transport}, which is unknown here; known: {_listed((*COLLECTIVES, *PHASED), ', ')}"
+    if spec.name not in COMPRESSORS:
+        return f"has the compressor {spec.name!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
+    family, found = COMPRESSORS[spec.name], f"is sent by {transport} with the compressor {spec.name!r}"
+    if family.selects != transport.sparse:
+        which = (name for name, other in COMPRESSORS.items() if other.selects == transport.sparse)
         return f"{found}; expected one of {', '.join(which)} there"
-    if compressor == "wire" and (problem := _check_links(bucket)):
-        return f"is sent by {'/'.join(form)} with the compressor 'wire' {problem}"
-    if compressor != "wire" and form not in DENSE_FORMS.get(compressor, (form,)):
-        known = " or ".join("/".join(name) for name in sorted(DENSE_FORMS[compressor]))
-        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {known} there, or none"
-    if compressor != "wire" and form in (TWO_SHOT, NATIVE):
-        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected wire there: {HINT}"
-    if form == HITOPK and (
-        compressor != "topk" or bucket.compressor.density is None or bucket.compressor.scope == "layer"
-    ):
-        return (
-            "is sent by sparse/hitopk, which selects from shards, not from layers; expected the compressor topk with "
-            'one density and no scope "layer"'
-        )
-    return None
+    between = bool(family.between) and spec.links == BETWEEN_NODES
+    if transport not in (family.between if between else family.transports):
+        if family.between:
+            return f"{found} {_links_hint(family, between=between, narrow=transport in family.between)}"
+        if transport == HITOPK:
+            return SHARDS_HINT
+        if bucket.dense:
+            fitting = (name for name, other in COMPRESSORS.items() if transport in other.transports)
+            return f"{found}; expected {' or '.join(fitting)} there: {HINT}"
+        return f"{found}; expected {_listed(family.transports, ' or ')} there, or none"
+    return SHARDS_HINT if transport == HITOPK and (spec.density is None or spec.scope == "layer") else None
 
 
-def _check_links(bucket: PlanBucket) -> str | None:
-    """Return why a bucket cannot be sent narrow on the links that it says, as what follows how it is sent."""
-    form, between = form_of(bucket), bucket.compressor.links == BETWEEN_NODES
-    if form in (NARROW_PHASED if between else DENSE_FORMS["wire"]):
-        return None
-    everywhere, inter = (
-        " or ".join("/".join(name) for name in sorted(forms)) for forms in (DENSE_FORMS["wire"], NARROW_PHASED)
-    )
+def _links_hint(family: Family, *, between: bool, narrow: bool) -> str:
+    """Return why a bucket cannot be sent narrow on the links that it says, as what follows how it is sent. `narrow`:
+    its transport may be narrow between nodes.
+    """
+    everywhere, inter = (_listed(transports, " or ") for transports in (family.transports, family.between))
     if between:
         return (
             f"on the links between nodes alone (links 'inter'); expected {inter} there, which is dense inside nodes: "
             f"send it so, or leave links out"
         )
-    if form in NARROW_PHASED:
+    if narrow:
         return f'on all links; expected links \'inter\' there: add "links": "inter", or send it by {everywhere}'
     return f"on all links; expected {everywhere} there, or none"
+
+
+def _listed(transports: Iterable[Transport], separator: str) -> str:
+    return separator.join(sorted(map(str, transports)))
 
 
 def _check_compressor(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: PlanBucket) -> str | None:
     """Return why a bucket cannot be compressed as it says, as what follows its number."""
     name = bucket.compressor.name
-    if name == "none":
+    if bucket.dense:
         return None
     if plan.accuracy == "exact":
         return (
             f"has the compressor {name!r}, but the plan's accuracy is exact; expected none in every bucket of an exact "
             f'plan: set "accuracy" to "bounded" if sending less is meant'
         )
-    if form_of(bucket) == HITOPK and not any(parameters[gradient].numel() for gradient in bucket.gradients):
+    if bucket.transport == HITOPK and not any(parameters[gradient].numel() for gradient in bucket.gradients):
         return f"has the compressor {name!r}, and no elements to select from; expected all_reduce/library and none"
     odd = next((gradient for gradient in bucket.gradients if parameters[gradient].is_complex()), None)
     if odd is not None:
@@ -349,9 +339,8 @@ def _check_compressor(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket
         )
     sizes = [(gradient, parameters[gradient].numel()) for gradient in bucket.gradients]
     try:
-        make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks)
-        if form_of(bucket) == NATIVE:
-            make_wire(bucket.compressor, plan.world.ranks, native=True)
+        native = bucket.transport == NATIVE
+        make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks, native=native)
     except InputError as error:
         return f"has a compressor that does not fit: {error}"
     return None

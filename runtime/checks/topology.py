@@ -15,13 +15,14 @@ from dataclasses import replace
 from torch import nn
 
 from runtime.checks.modes import asked_modes
-from runtime.comm.collectives import HITOPK, TORUS, TWO_SHOT, asks_for_nodes, form_of, is_narrow_between
+from runtime.comm.collectives import asks_for_nodes, is_narrow_between
 from runtime.comm.collectives.phases import share_of
 from runtime.comm.phased_communicator import phases_of
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.errors import AdaptedWarning, PlanMismatch
 from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
+from runtime.plan.transports import FLAT, HITOPK, TORUS_2D, TWO_SHOT
 
 
 def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
@@ -80,7 +81,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
     notes = []
     for index, bucket in enumerate(adapted.buckets):
         density = bucket.compressor.density
-        if form_of(bucket) != HITOPK or density is None:
+        if bucket.transport != HITOPK or density is None:
             continue
         share = share_of(sum(parameters[name].numel() for name in bucket.gradients), topology.ranks_per_node)
         if math.floor(density * share) < 1:
@@ -90,7 +91,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
             )
     changed = [index for index, bucket in enumerate(plan.buckets) if _sends_less_between(bucket)]
     if changed and topology.num_nodes == 1:
-        wide = all(form_of(plan.buckets[index]) == HITOPK for index in changed)
+        wide = all(plan.buckets[index].transport == HITOPK for index in changed)
         what = "sparse/hitopk has nothing to leave out" if wide else "no links between nodes are"
         notes.append(
             f"all {topology.ranks_per_node} ranks are on one node, where {what}: "
@@ -103,7 +104,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
 
 
 def _sends_less_between(bucket: PlanBucket) -> bool:
-    return form_of(bucket) == HITOPK or is_narrow_between(bucket)
+    return bucket.transport == HITOPK or is_narrow_between(bucket)
 
 
 def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket:
@@ -111,10 +112,10 @@ def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket
     if not _sends_less_between(bucket):
         return bucket
     if topology.num_nodes == 1:
-        return replace(bucket, collective=TORUS[0], algorithm=TORUS[1], compressor=NO_COMPRESSION)
-    if form_of(bucket) == HITOPK:
-        return replace(bucket, algorithm="flat")
-    return replace(bucket, algorithm=TWO_SHOT[1], compressor=replace(bucket.compressor, links=None))
+        return bucket.sent_by(TORUS_2D, NO_COMPRESSION)
+    if bucket.transport == HITOPK:
+        return bucket.sent_by(FLAT, bucket.compressor)
+    return bucket.sent_by(TWO_SHOT, replace(bucket.compressor, links=None))
 
 
 def _adapted(plan: Plan, topology: Topology) -> Plan:

@@ -91,7 +91,7 @@ class Delayed(Mode, StepHooks):
             )
         for index, bucket in enumerate(plan.buckets):
             dtypes = {parameters[gradient].dtype for gradient in bucket.gradients}
-            if bucket.compressor != NO_COMPRESSION and len(dtypes) > 1:
+            if not bucket.dense and len(dtypes) > 1:
                 return (
                     f"bucket {index} has the compressor {bucket.compressor.name!r} and several dtypes, but is pushed; "
                     f"expected one dtype in it: divide it"

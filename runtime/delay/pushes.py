@@ -20,12 +20,12 @@ from torch import Tensor
 
 from runtime.comm.collectives.phases import add_up, all_to_all
 from runtime.core.buckets import BucketBuffer
-from runtime.plan import NO_COMPRESSION, CompressorSpec
+from runtime.plan import CompressorSpec
 from runtime.sparse.compressed import ResidualBuffers
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import make_wire
+from runtime.sparse.compressors.wire import WireCompressor
 from runtime.sparse.samples import Rounding
 
 WORD_BYTES = 8
@@ -141,16 +141,14 @@ class SelectedPush(_WithResidual):
     """Of each owner's part some elements: values, and their places within the part."""
 
     def __init__(
-        self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-        metadata_bytes: int,
+        self, compressor: SparseCompressor, elements: int, share: int, peers: int, dtype: torch.dtype,
+        device: torch.device, metadata_bytes: int,
     ) -> None:  # fmt: skip
+        """`compressor` selects from each owner's part by itself."""
         super().__init__(elements, dtype, device)
-        self._share, self._peers = share, peers
-        parts = [(f"part {p}", max(0, min(share, elements - p * share))) for p in range(peers)]
-        made = make_compressor(replace(spec, scope="layer"), parts, ranks=peers)
-        assert isinstance(made, SparseCompressor)
-        self._compressor = made
-        self.k = max((segment.k for segment in made.segments), default=0)
+        self._share, self._peers, self._compressor = share, peers, compressor
+        self.by_magnitude = compressor.by_magnitude
+        self.k = max((segment.k for segment in compressor.segments), default=0)
         """Elements that go to each owner, at most: a shorter part has fewer, and nothing in their place."""
         values_bytes = self.k * self.dtype.itemsize
         self.rows = Rows(peers, values_bytes + self.k * INDEX.itemsize, metadata_bytes, device)
@@ -193,11 +191,11 @@ class NarrowedPush(_WithResidual):
     """All elements in fewer bytes, added up in a wider dtype."""
 
     def __init__(
-        self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-        metadata_bytes: int, place: str,
+        self, compressor: WireCompressor, elements: int, share: int, peers: int, dtype: torch.dtype,
+        device: torch.device, metadata_bytes: int, place: str,
     ) -> None:  # fmt: skip
         super().__init__(elements, dtype, device)
-        self._compressor = make_wire(spec, ranks=1)  # nobody adds up in the wire's dtype
+        self._compressor = compressor
         self._cut, self._share, self._place = self._compressor.cut(share, 1, self.dtype), share, place
         self.rows = Rows(peers, self._cut.row_bytes, metadata_bytes, device)
         self._sent, self._received = (of[:, : self._cut.row_bytes] for of in (self.rows.sent, self.rows.received))
@@ -248,8 +246,13 @@ def make_push(
     is what the plan says of its bucket; of those that select, with one density. `metadata_bytes`: of what is sent
     behind it. `place`: names rank and bucket, so that no two of them round alike where they round by chance.
     """
-    if spec == NO_COMPRESSION:
+    parts = [(f"part {p}", max(0, min(share, elements - p * share))) for p in range(peers)]
+    # Each owner adds up wider numbers than the wire's, so that sums of several ranks need no room in its dtype.
+    by_part = spec if spec.density is None else replace(spec, scope="layer")
+    compressor = make_compressor(by_part, parts, ranks=1)
+    if compressor is None:
         return WholePush(share, peers, dtype, device, metadata_bytes)
-    if spec.name == "wire":
-        return NarrowedPush(spec, elements, share, peers, dtype, device, metadata_bytes, place)
-    return SelectedPush(spec, elements, share, peers, dtype, device, metadata_bytes)
+    if isinstance(compressor, WireCompressor):
+        return NarrowedPush(compressor, elements, share, peers, dtype, device, metadata_bytes, place)
+    assert isinstance(compressor, SparseCompressor)
+    return SelectedPush(compressor, elements, share, peers, dtype, device, metadata_bytes)

@@ -91,7 +91,8 @@ class Shard(Part):
         """In a vector of all parts, the elements that this rank pushes."""
         self._per_node, self._metadata_bytes = ranks_per_node, metadata_bytes
         self.push = self._make_push(compressor)
-        self.compresses, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
+        self.compresses = not isinstance(self.push, WholePush)
+        self.by_magnitude = isinstance(self.push, SelectedPush) and self.push.by_magnitude
         self.total = flat.new_zeros(self.share)
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
         self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})

@@ -1,11 +1,13 @@
 """Which features go with which mode (way to synchronize), as data: planner's verifier and the runtime's checks read it.
 
-Imports nothing.
+Imports nothing but transports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+
+from runtime.plan.transports import Transport
 
 SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
 
@@ -58,15 +60,16 @@ def reason_against(mode: str, feature: str) -> str | None:
     return COMBINATIONS[mode].get(feature)
 
 
-def features_of_bucket(collective: str, algorithm: str, compressor: str, *, by_layer: bool = False) -> Iterator[str]:
-    """The features of a bucket that is sent so; none of a dense one, all-reduced by the library."""
-    if (collective, algorithm) not in (("all_reduce", "library"), ("all_reduce", "two_shot"), ("sparse", "flat")):
+FEATURES_OF_CODECS: Mapping[str, tuple[str, ...]] = {
+    "none": (), "topk": (SELECTION,), "randomk": (SELECTION,), "powersgd": (LOW_RANK,), "wire": (WIRE,)
+}  # fmt: skip
+"""Compressor, as a plan names it → features of its buckets."""
+
+
+def features_of_bucket(transport: Transport, compressor: str, *, by_layer: bool = False) -> Iterator[str]:
+    """Yield the features of a bucket that is sent so; none of a dense one that the library all-reduces."""
+    if not transport.basic:
         yield TOPOLOGY
-    if collective == "sparse":
-        yield SELECTION
-    elif compressor == "powersgd":
-        yield LOW_RANK
-    elif compressor != "none":
-        yield WIRE
+    yield from (SELECTION,) if transport.sparse else FEATURES_OF_CODECS.get(compressor, (WIRE,))
     if by_layer:
         yield LAYER_SELECTION

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +42,7 @@ from runtime.plan.strict_json import (
     validate,
     write_json,
 )
+from runtime.plan.transports import Transport, transport_of
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
@@ -124,6 +125,20 @@ class PlanBucket(Record):
     """Dense bytes of the bucket, where the planner knew them."""
     reason: str | None = None
     """Why this bucket ends where it does, in words."""
+
+    @property
+    def transport(self) -> Transport:
+        """How its messages reach all ranks."""
+        return transport_of(self.collective, self.algorithm)
+
+    @property
+    def dense(self) -> bool:
+        """Whether all its elements are sent as they are."""
+        return self.compressor.name == NO_COMPRESSION.name
+
+    def sent_by(self, transport: Transport, compressor: CompressorSpec) -> PlanBucket:
+        """Return the bucket, sent by another transport and compressor."""
+        return replace(self, collective=transport.collective, algorithm=transport.algorithm, compressor=compressor)
 
 
 @dataclass(frozen=True, kw_only=True)

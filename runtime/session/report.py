@@ -19,7 +19,7 @@ from runtime.monitor.recorder import Recorder, StepMarks
 from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
-from runtime.plan import ModelReference, Plan
+from runtime.plan import NO_COMPRESSION, ModelReference, Plan
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
@@ -78,7 +78,7 @@ class BucketReport:
             f"bucket {self.index}: {self.gradients} gradients, ready {self.ready_us / 1e3:.2f}, "
             f"launch {self.launch_us / 1e3:.2f}, start {self.start_us / 1e3:.2f}, end {self.end_us / 1e3:.2f} ms"
         )
-        if self.compressor != "none":
+        if self.compressor != NO_COMPRESSION.name:
             text += f"; {self.compressor}"
         if self.sample is not None:
             text += f", {self.sample}"

@@ -53,7 +53,7 @@ class ReduceScatter(Launcher):
         self.parts_of: list[list[OwnPart]] = []
         narrow: dict[int, NarrowPart] = {}
         for bucket, planned in zip(buckets, plan.buckets, strict=True):
-            if planned.compressor.name == "wire":
+            if not planned.dense:
                 compressor = make_wire(planned.compressor, ranks=1)  # nobody adds up in the wire's dtype
                 narrow[bucket.index] = NarrowPart(bucket, world.rank, world.ranks, compressor, rounded=rounded)
                 self.parts_of.append([narrow[bucket.index]])
@@ -190,7 +190,7 @@ class ReduceScatter(Launcher):
 
 def padded_length(ranks: int, planned: PlanBucket, elements: int) -> int:
     """Return how long a flat buffer of so many elements of a bucket is, for as many equal parts as there are ranks."""
-    if planned.compressor.name != "wire":
+    if planned.dense:
         return -(-elements // ranks) * ranks
     return ranks * make_wire(planned.compressor, ranks=1).cut(elements, ranks, torch.float32).share
 

@@ -15,7 +15,7 @@ from runtime.core.exchange import Exchange
 from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks
 from runtime.monitor.step_report import StepReport
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
-from runtime.plan import HINT, NO_COMPRESSION, Plan
+from runtime.plan import HINT, Plan
 from runtime.plan.combinations import SHARDED
 from runtime.sharded.exchange import ReduceScatter, padded_length
 from runtime.sharded.late_gather import LateStep
@@ -39,7 +39,7 @@ class Sharded(Mode):
         """See `Mode.check_plan`: of narrow buckets, and of weights that are gathered in bfloat16."""
         for index, bucket in enumerate(plan.buckets):
             dtypes = {parameters[gradient].dtype for gradient in bucket.gradients}
-            if bucket.compressor != NO_COMPRESSION and len(dtypes) > 1:
+            if not bucket.dense and len(dtypes) > 1:
                 return (
                     f"bucket {index} has the compressor {bucket.compressor.name!r} and several dtypes, and its ranks "
                     f"share the optimizer's step; expected one dtype in it: divide it"

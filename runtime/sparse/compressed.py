@@ -115,7 +115,6 @@ class BucketResidual:
         self.dtype = torch.float64 if wide else torch.float32
         self.device = bucket.messages[0].flat.device
         self.sizes = [slot.parameter.numel() for slot in bucket.slots]
-        self.layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
         kept = sum(self.sizes) if elements is None else elements
         self.buffers = ResidualBuffers(kept, self.dtype, self.device, on_device=has_kernels(self.device, self.dtype))
 
@@ -235,14 +234,11 @@ class CompressedBucket(Protocol):
 class SelectedBucket:
     """A `CompressedBucket` of `topk` or `randomk`: values and indices, gathered and added up by every rank."""
 
-    def __init__(
-        self, feedback: BucketResidual, compressor: SparseCompressor, ranks: int, tail: Tensor | None, *,
-        by_magnitude: bool,
-    ) -> None:  # fmt: skip
-        """`tail` (float32) becomes its sum over ranks. `by_magnitude`: what is not finite is chosen first."""
+    def __init__(self, feedback: BucketResidual, compressor: SparseCompressor, ranks: int, tail: Tensor | None) -> None:
+        """`tail` (float32) becomes its sum over ranks."""
         self.feedback, self._compressor, self._ranks, self._tail = feedback, compressor, ranks, tail
-        self._by_magnitude, self.k = by_magnitude, compressor.k
-        self.watched = Selecting(feedback.bucket, self.k, feedback.summed) if by_magnitude else None
+        self.k = compressor.k
+        self.watched = Selecting(feedback.bucket, self.k, feedback.summed) if compressor.by_magnitude else None
         self._words = self.k * (feedback.dtype.itemsize // 4)
         words = self._words + self.k + (0 if tail is None else tail.numel())
         flat = torch.zeros(words, dtype=torch.int32, device=feedback.device)
@@ -260,7 +256,7 @@ class SelectedBucket:
         else:
             found = self._compressor.compress(gradient, feedback.residual, feedback.following, step)
             values.copy_(found[0]), indices.copy_(found[1])
-        if not self._by_magnitude and self.k:
+        if not self._compressor.by_magnitude and self.k:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * feedback.following.sum(dtype=torch.float64)
         if self._tail is not None:

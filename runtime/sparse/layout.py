@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HIERARCHICAL, NATIVE, form_of
 from runtime.comm.collectives.phases import share_of
 from runtime.comm.topology import Topology
 from runtime.core.buckets import BucketBuffer, Message, make_plain_buckets
 from runtime.core.usage import UsageFlags
 from runtime.plan import CompressorSpec, Plan, PlanBucket
+from runtime.plan.transports import NATIVE
 from runtime.sparse.compressed import (
     BucketResidual,
     CompressedBucket,
@@ -20,17 +20,16 @@ from runtime.sparse.compressed import (
     NativeBucket,
     NoResidual,
     SelectedBucket,
+    layer_runs,
 )
 from runtime.sparse.compressors import make_compressor
-from runtime.sparse.compressors.powersgd import make_low_rank
+from runtime.sparse.compressors.powersgd import LowRankCompressor
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor, make_wire
+from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
 from runtime.sparse.hitopk import HitopkBucket
 from runtime.sparse.low_rank import LowRankBucket, WarmResidual
 from runtime.sparse.narrow_torus import NarrowTorusBucket
 from runtime.sparse.shards import ShardResidual
-
-EXACT = "none"
 
 
 def make_lossy_between(
@@ -54,25 +53,24 @@ def make_lossy(
     """Make a bucket lossy, with nothing behind its gradients; `tail` (1-D) becomes its sum over ranks. `native`: the
     backend adds up in the dtype of `wire`. Raises InputError.
     """
-    if spec.name == "wire":
-        narrowing = make_wire(spec, ranks, native=native)
-        feedback = BucketResidual(bucket) if narrowing.error_feedback else NoResidual(bucket)
+    layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
+    compressor = make_compressor(spec, layers, ranks=ranks, native=native)
+    if isinstance(compressor, LowRankCompressor):
+        return LowRankBucket(WarmResidual(bucket, compressor), tail)
+    if isinstance(compressor, WireCompressor):
+        feedback = BucketResidual(bucket) if compressor.error_feedback else NoResidual(bucket)
         if native:
-            return NativeBucket(feedback, narrowing, rank, tail)
-        return NarrowedBucket(feedback, narrowing, ranks, rank, tail)
-    if spec.name == "powersgd":
-        return LowRankBucket(WarmResidual(bucket, make_low_rank(spec)), tail)
-    feedback = BucketResidual(bucket)
-    compressor = make_compressor(spec, feedback.layers, ranks=ranks)
+            return NativeBucket(feedback, compressor, rank, tail)
+        return NarrowedBucket(feedback, compressor, ranks, rank, tail)
     assert isinstance(compressor, SparseCompressor)
-    return SelectedBucket(feedback, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
+    return SelectedBucket(BucketResidual(bucket), compressor, ranks, tail)
 
 
 def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
     """Return the dtype of the usage flags, which are sent behind the last bucket."""
-    if last.compressor.name == EXACT:
+    if last.dense:
         return parameters[last.gradients[0]].dtype
-    return WIRE_DTYPES[last.compressor.dtype or ""] if form_of(last) == NATIVE else torch.float32
+    return WIRE_DTYPES[last.compressor.dtype or ""] if last.transport == NATIVE else torch.float32
 
 
 def make_buckets(
@@ -84,20 +82,19 @@ def make_buckets(
     last = plan.buckets[-1]
     dtype = flags_dtype(last, parameters)
     flags = UsageFlags(len(plan.gradients), ranks, dtype)
-    exact = last.compressor.name == EXACT
-    buckets = make_plain_buckets(plan, parameters, tail_elements=flags.elements if exact else 0)
+    buckets = make_plain_buckets(plan, parameters, tail_elements=flags.elements if last.dense else 0)
     tail = buckets[-1].messages[0]
-    if not exact:
+    if not last.dense:
         tail = Message(torch.zeros(flags.elements, dtype=dtype, device=tail.flat.device), [])
     lossy: dict[int, CompressedBucket] = {}
     for bucket, planned in zip(buckets, plan.buckets, strict=True):
-        if planned.compressor.name != EXACT:
+        if not planned.dense:
             behind = tail.flat if planned is last else None
-            if form_of(planned) in HIERARCHICAL:
+            if planned.transport.hierarchical:
                 assert topology is not None
                 lossy[bucket.index] = make_lossy_between(bucket, planned.compressor, topology, rank, behind)
             else:
-                native = form_of(planned) == NATIVE
+                native = planned.transport == NATIVE
                 lossy[bucket.index] = make_lossy(bucket, planned.compressor, ranks, behind, rank=rank, native=native)
     flags.lie_in(tail)
     return buckets, flags, lossy

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from runtime.core.buckets import BucketBuffer
 from runtime.plan import NO_COMPRESSION, PlanBucket
+from runtime.plan.transports import LIBRARY, TORUS_2D
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.wire import wider
 from runtime.torch_compat import queued_to
@@ -85,8 +86,7 @@ class Watched(Protocol):
 
 def whole(planned: PlanBucket) -> PlanBucket:
     """Return the bucket with all its elements as they are, in a form of the same phases, so that their order stands."""
-    algorithm = "torus_2d" if planned.algorithm in ("torus_2d", "hitopk") else "library"
-    return replace(planned, collective="all_reduce", algorithm=algorithm, compressor=NO_COMPRESSION)
+    return planned.sent_by(TORUS_2D if planned.transport.hierarchical else LIBRARY, NO_COMPRESSION)
 
 
 SENDS_EVERYTHING = "it sends everything"

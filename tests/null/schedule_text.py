@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
-from planner.ir import Bucket, Mode, Schedule, Synchronous
+from planner.ir import Bucket, Codec, Dense, Mode, Schedule, Synchronous
+from planner.model.codecs import Form, LowRank, TopK, Wire
 from planner.model.modes.delayed import Delayed
 from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded
+from runtime.plan.transports import FLAT, transport_of
 
 BUCKET = re.compile(
     r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: dtype=([a-z0-9_]+))?(?: rank=([0-9]+))?"
@@ -58,20 +60,23 @@ def parse_bucket(text: str) -> Bucket:
     """The bucket of its line."""
     match = BUCKET.fullmatch(text)
     assert match is not None, text
-    indices, collective, algorithm, compressor, dtype, rank, k, ks = match.groups()
-    return Bucket(
-        gradients=parse_indices(indices),
-        collective=collective,
-        algorithm=algorithm,
-        compressor=compressor,
-        dtype=dtype,
-        rank=None if rank is None else int(rank),
-        k=None if k is None else int(k),
-        ks=None if ks is None else tuple(map(int, ks.split(","))),
-    )
+    indices, collective, algorithm, codec, *options = match.groups()
+    dtype, rank, k, ks = options
+    codecs: dict[str, Codec] = {
+        "none": Dense(),
+        "wire": Wire(dtype or ""),
+        "powersgd": LowRank(int(rank or 0)),
+        "topk": TopK(int(k or 0), None if ks is None else tuple(map(int, ks.split(",")))),
+    }
+    return Bucket(parse_indices(indices), transport_of(collective, algorithm), codecs[codec])
 
 
 def parse_indices(text: str) -> tuple[int, ...]:
     """Indices of their runs: '0-2,5' → (0, 1, 2, 5)."""
     runs = [[int(index) for index in run.split("-")] for run in text.split(",")]
     return tuple(index for run in runs for index in range(run[0], run[-1] + 1))
+
+
+def at_ratios(*ratios: float) -> list[Form]:
+    """Forms on one network that send the largest elements at these ratios."""
+    return [Form(FLAT, TopK(), ratio) for ratio in ratios]

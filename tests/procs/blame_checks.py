@@ -21,13 +21,13 @@ from runtime.core.buffers import BufferSync
 from runtime.delay.pushes import WholePush
 from runtime.errors import CommunicationError
 from runtime.plan import NO_COMPRESSION, CompressorSpec, DelaySpec, PlanWorld, StepPlan, UpdatePlan
+from runtime.plan.transports import HITOPK, LIBRARY, Transport
 from runtime.sparse.hitopk import HitopkBucket
 
 FAULTY, DEADLINE_S = 1, 5.0
 """The rank that fails, and how long the others wait for it."""
 
 TOPK = CompressorSpec(name="topk", selector="exact", density=0.3)
-LIBRARY = ("all_reduce", "library")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Fault:
     owner: Any
     name: str
     error: Exception
-    form: tuple[str, str] = LIBRARY
+    transport: Transport = LIBRARY
     spec: CompressorSpec = NO_COMPRESSION
     changes: tuple[tuple[str, Any], ...] = ()
 
@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {
     "on the backend's thread": Fault(
         Narrowed, "narrow", RuntimeError("injected"), LIBRARY, CompressorSpec(name="wire", dtype="bfloat16")
     ),
-    "on a link's thread": Fault(HitopkBucket, "select", TypeError("injected"), ("sparse", "hitopk"), TOPK),
+    "on a link's thread": Fault(HitopkBucket, "select", TypeError("injected"), HITOPK, TOPK),
     "in a shared step": Fault(
         "runtime.sharded.part", "reduce_scatter", RuntimeError("injected"),
         changes=(("updates", UpdatePlan(step=StepPlan(sharded=True))), ("interface", ("sharded-step",))),
@@ -100,7 +100,7 @@ def _hooked() -> Iterator[Callable[[Given], None]]:
 
 def _step(fault: Fault, group: dist.ProcessGroup, failing: Any) -> None:
     """Two steps of a model, where this rank may fail."""
-    cell, rank, ranks = Cell(fault.form, fault.spec, "float32", "several"), dist.get_rank(group), group.size()
+    cell, rank, ranks = Cell(fault.transport, fault.spec, "float32", "several"), dist.get_rank(group), group.size()
     model = Given(cell.dtypes)
     model.register_buffer("buffer", torch.zeros(3))
     plan = replace(cell.plan(ranks), world=PlanWorld(ranks=ranks), **dict(fault.changes))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from planner import TrainingJob
 from runtime.comm.collectives import COLLECTIVES
+from runtime.plan.transports import LIBRARY
 
 
 class Mixed(nn.Module):
@@ -58,8 +59,7 @@ def bert_with_a_dropped_bucket() -> TrainingJob:
     """BERT on ranks whose runtime loses what one small bucket brings; DDP, which does not ask it, loses nothing."""
     made = bert()
     elements = dict(made.model.named_parameters())[DROPPED].numel()
-    key = ("all_reduce", "library")
-    run = COLLECTIVES[key]
+    run = COLLECTIVES[LIBRARY]
 
     def forgetful(message: Any, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         mine = message.flat.clone()
@@ -67,7 +67,7 @@ def bert_with_a_dropped_bucket() -> TrainingJob:
         if len(mine) < 2 * elements:
             message.flat[:elements] = mine[:elements]
 
-    COLLECTIVES[key] = forgetful  # type: ignore[index]
+    COLLECTIVES[LIBRARY] = forgetful  # type: ignore[index]
     return made
 
 

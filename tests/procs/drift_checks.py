@@ -26,8 +26,8 @@ from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.collectives import COLLECTIVES
 from runtime.core.buckets import Message
 from runtime.plan import Plan
+from runtime.plan.transports import LIBRARY
 
-KEY = ("all_reduce", "library")
 FAST_STEPS, SLOW_STEPS, LAST_STEPS = 15, 70, 10
 DELAY_S = 0.008
 LATE_S = 0.06
@@ -60,7 +60,7 @@ class Link:
 
     def __init__(self) -> None:
         self.delay_s = 0.0
-        self._library = COLLECTIVES[KEY]
+        self._library = COLLECTIVES[LIBRARY]
 
     def __call__(self, message: Message, group: dist.ProcessGroup) -> Iterator[Any]:
         """As any `Collective`."""
@@ -71,12 +71,12 @@ class Link:
 @contextmanager
 def linked() -> Iterator[Link]:
     """All collectives of sessions travel by the link inside."""
-    link, before = Link(), COLLECTIVES[KEY]
-    COLLECTIVES[KEY] = link  # type: ignore[index]
+    link, before = Link(), COLLECTIVES[LIBRARY]
+    COLLECTIVES[LIBRARY] = link  # type: ignore[index]
     try:
         yield link
     finally:
-        COLLECTIVES[KEY] = before  # type: ignore[index]
+        COLLECTIVES[LIBRARY] = before  # type: ignore[index]
 
 
 def model() -> nn.Sequential:

@@ -15,12 +15,13 @@ from session_checks import Weighted, plan_of
 from torch import Tensor
 
 import runtime
-from runtime.comm.collectives import COLLECTIVES, TWO_SHOT, Collective
+from runtime.comm.collectives import COLLECTIVES, Collective
 from runtime.comm.collectives.direct import Packed, narrowed_all_reduce
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.errors import CommunicationError, EnvironmentFailure
 from runtime.plan import CompressorSpec
+from runtime.plan.transports import TWO_SHOT
 from runtime.sparse.compressors.wire import WIRE_DTYPES
 from runtime.sparse.layout import make_lossy
 
@@ -35,8 +36,8 @@ def sums_are_exact() -> dict[str, bool]:
         for name, collective in COLLECTIVES.items():
             for dtype in (torch.float32, torch.float64, torch.bfloat16) if name != TWO_SHOT else ():
                 flat = (torch.arange(numel) % 11 + world.rank).to(dtype)
-                summed = carry(collective, name[0], flat, world)
-                results[f"{'/'.join(name)} {dtype} {numel}"] = torch.equal(summed, expected.to(dtype))
+                summed = carry(collective, name.collective, flat, world)
+                results[f"{name} {dtype} {numel}"] = torch.equal(summed, expected.to(dtype))
         for spec in FORMATS:
             for what, good in narrowed(spec, numel, world).items():
                 results[f"{spec.dtype} {spec.rounding} {numel}: {what}"] = good

@@ -29,7 +29,7 @@ from session_checks import convnet
 from torch import Tensor, nn
 
 import runtime
-from runtime.comm.collectives import PHASED, TORUS
+from runtime.comm.collectives import PHASED
 from runtime.comm.collectives.exchange import LEAST_BYTES, all_gather, exchange
 from runtime.comm.communicator import CommTiming
 from runtime.comm.phased_communicator import LINKS, PhasedHostCommunicator, default_order
@@ -61,10 +61,10 @@ def sums_are_exact() -> dict[str, bool]:
             world = World.join(group, 30)
             grid = Grid.make(world, Topology(rows(nodes, ranks_per_node)))
             for name, collective in PHASED.items():
-                if name[0] == "all_reduce":
+                if name.exact:
                     phases = collective(grid.topology)
                     for case, good in _sums(grid, phases):
-                        results[f"{nodes}x{ranks_per_node} {'/'.join(name)} {case}"] = good
+                        results[f"{nodes}x{ranks_per_node} {name} {case}"] = good
     return results
 
 
@@ -144,7 +144,7 @@ def weights_stay_equal() -> dict[str, Any]:
         assert group is not None
         trained = {}
         for what, forms in {
-            "torus": [(*TORUS, None)],
+            "torus": [("all_reduce", "torus_2d", None)],
             "library": [("all_reduce", "library", None)],
             "all": [*NARROW, *MIXED],
         }.items():
@@ -171,7 +171,7 @@ def conserved() -> dict[str, Any]:
         model = convnet()
         forms: list[list[tuple[str, str, CompressorSpec | None]]] = [
             HITOPK, [("sparse", "flat", SPARSE)], [("sparse", "hitopk", DENSE)], NARROW, HITOPK,
-            [("all_reduce", "library", replace(BETWEEN, links=None))], NARROW, [(*TORUS, None)],
+            [("all_reduce", "library", replace(BETWEEN, links=None))], NARROW, [("all_reduce", "torus_2d", None)],
         ]  # fmt: skip
         _, session = start(planned(model, 4, forms[0], 4), model, group)
         due = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
@@ -273,7 +273,9 @@ def widened() -> dict[str, bool]:
     with on_grid(2, 2) as group, patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9):
         assert group is not None
         model = nn.ParameterDict({"none": torch.zeros(0), "weight": torch.zeros(515)})
-        plan = planned(model, 4, [(*TORUS, CompressorSpec(name="wire", dtype="int8", links="inter"))], 1)
+        plan = planned(
+            model, 4, [("all_reduce", "torus_2d", CompressorSpec(name="wire", dtype="int8", links="inter"))], 1
+        )
         ways = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -303,7 +305,7 @@ def overlap() -> dict[str, Any]:
     with on_grid(2, 2) as group:
         assert group is not None
         model = nn.Sequential(*[nn.Linear(700, 700, bias=False) for _ in range(6)])
-        _, session = start(planned(model, 4, [(*TORUS, None)], 1), model, group)
+        _, session = start(planned(model, 4, [("all_reduce", "torus_2d", None)], 1), model, group)
         seen = []
         for _ in range(5):
             model(torch.ones(2, 700)).sum().backward()

@@ -17,7 +17,6 @@ from step_checks import raised
 from torch import Tensor
 
 import runtime
-from runtime.comm.collectives import TORUS
 from runtime.comm.phased_communicator import default_order
 from runtime.plan import CompressorSpec, Plan, PlanWorld
 
@@ -25,7 +24,7 @@ from runtime.plan import CompressorSpec, Plan, PlanWorld
 def refusals() -> dict[str, str]:
     """What is said of nodes, groups and plans that do not fit; alike on all ranks."""
     model, said = convnet(), {}
-    plan = planned(model, 4, [(*TORUS, None)], 4)
+    plan = planned(model, 4, [("all_reduce", "torus_2d", None)], 4)
 
     def told(environment: dict[str, str], plan: Plan = plan, **options: Any) -> str:
         before = dict(os.environ)

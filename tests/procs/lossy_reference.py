@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.checks.plan import trainable_parameters
-from runtime.comm.collectives import DENSE_FORMS
 from runtime.plan import NO_COMPRESSION, CompressorSpec, Plan, PlanBucket
 from runtime.plan.names import layer_of
+from runtime.sparse.compressors import COMPRESSORS
 
 TOPK = CompressorSpec(name="topk", selector="exact", density=0.05)
 RANDOM = CompressorSpec(name="randomk", density=0.2)
@@ -30,7 +30,7 @@ def lossy(plan: Plan, compressors: Sequence[CompressorSpec | None]) -> Plan:
     buckets = []
     for index, bucket in enumerate(plan.buckets):
         spec = compressors[index % len(compressors)]
-        sparse = spec is not None and spec.name not in DENSE_FORMS
+        sparse = spec is not None and COMPRESSORS[spec.name].selects
         collective, algorithm = ("sparse", "flat") if sparse else ("all_reduce", "library")
         compressor = spec or NO_COMPRESSION
         buckets.append(

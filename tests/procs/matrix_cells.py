@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from runtime.checks.plan import check_plan
 from runtime.comm.collectives import COLLECTIVES, PHASED
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld, StepPlan, UpdatePlan
+from runtime.plan.transports import Transport
 from runtime.sparse.compressors import COMPRESSORS, Family
 from runtime.sparse.compressors.sparse import SELECTORS
 from runtime.sparse.compressors.wire import WIRE_DTYPES
@@ -50,7 +51,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
 class Cell:
     """One way, one kind of model."""
 
-    form: tuple[str, str]
+    transport: Transport
     spec: CompressorSpec
     kind: str
     layout: str
@@ -66,7 +67,7 @@ class Cell:
         )
         options = " ".join(str(one) for one in given if one is not None)
         shared = ", shared step" if self.shared else ""
-        return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}{shared}"
+        return f"{self.transport} {spec.name} {options}, {self.kind}, {self.layout}{shared}"
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -80,10 +81,8 @@ class Cell:
 
     def plan(self, ranks: int, **changes: Any) -> Plan:
         """All buckets travel that way."""
-        collective, algorithm = self.form
         buckets = tuple(
-            PlanBucket(gradients=names, collective=collective, algorithm=algorithm, compressor=self.spec)
-            for names in LAYOUTS[self.layout]
+            PlanBucket(gradients=names).sent_by(self.transport, self.spec) for names in LAYOUTS[self.layout]
         )
         accuracy = "exact" if self.spec.name == "none" else "bounded"
         values: dict[str, Any] = {"model": ModelReference(name="test"), "world": PlanWorld(ranks=ranks)}
@@ -111,21 +110,21 @@ def specs_of(name: str, family: Family) -> Iterator[CompressorSpec]:
         yield CompressorSpec(name=name)
 
 
-FORMS = sorted((*COLLECTIVES, *PHASED))
+SENT_BY = sorted((*COLLECTIVES, *PHASED), key=str)
 SPECS = [spec for name, family in COMPRESSORS.items() for spec in specs_of(name, family)]
 
 
-def carried(form: tuple[str, str], spec: CompressorSpec, shared: bool = False) -> bool:
+def carried(transport: Transport, spec: CompressorSpec, shared: bool = False) -> bool:
     """Whether a plan may say so at all."""
-    cell = Cell(form, spec, "float32", "several", shared)
+    cell = Cell(transport, spec, "float32", "several", shared)
     return check_plan(dict(Given(cell.dtypes).named_parameters()), cell.plan(2), 2) is None
 
 
 def cells(kind: str, turn: int) -> Iterator[Cell]:
     """Of one kind of model, all ways that a plan may say, each with one of the layouts, which take turns."""
-    ways = (way for shared in (False, True) for way in product(FORMS, SPECS, (shared,)) if carried(*way))
-    for index, (form, spec, shared) in enumerate(ways):
-        yield Cell(form, spec, kind, list(LAYOUTS)[(index + turn) % len(LAYOUTS)], shared)
+    ways = (way for shared in (False, True) for way in product(SENT_BY, SPECS, (shared,)) if carried(*way))
+    for index, (transport, spec, shared) in enumerate(ways):
+        yield Cell(transport, spec, kind, list(LAYOUTS)[(index + turn) % len(LAYOUTS)], shared)
 
 
 class Given(nn.Module):

@@ -16,8 +16,9 @@ from matrix_reference import Everyone
 from torch import Tensor, nn
 
 import runtime
-from runtime.comm.collectives import NATIVE, PHASED
+from runtime.comm.collectives import PHASED
 from runtime.errors import PlanMismatch
+from runtime.plan.transports import NATIVE
 from runtime.session.session import Session
 from runtime.sharded.exchange import ReduceScatter
 
@@ -34,9 +35,9 @@ def synchronous() -> dict[str, str]:
             assert group is not None
             for number, kind in enumerate(KINDS):
                 for cell in cells(kind, number + place):
-                    if (cell.form == NATIVE or cell.spec.name == "powersgd") and nodes * ranks_per_node > 2:
+                    if (cell.transport == NATIVE or cell.spec.name == "powersgd") and nodes * ranks_per_node > 2:
                         continue  # sums depend on the backend's order of ranks
-                    if nodes == 1 or ranks_per_node > 1 or cell.form in PHASED:  # else the same as on one node
+                    if nodes == 1 or ranks_per_node > 1 or cell.transport in PHASED:  # else the same as on one node
                         results[f"{nodes}x{ranks_per_node} {cell.name}"] = trained(cell, group, nodes, ranks_per_node)
     return results
 

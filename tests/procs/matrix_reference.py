@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HITOPK, NATIVE, is_narrow_between
+from runtime.comm.collectives import is_narrow_between
 from runtime.plan import Plan, PlanBucket
+from runtime.plan.transports import HITOPK, NATIVE
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
@@ -75,7 +76,7 @@ class Everyone:
             return self._narrowed(bucket, added, held, number, self._numbers)
         if bucket.compressor.name == "powersgd":
             return self._low_rank(bucket, added, held)
-        if (bucket.collective, bucket.algorithm) == HITOPK:
+        if bucket.transport == HITOPK:
             return self._hitopk(bucket, added, held, number)
         layers = layer_runs((name, self._parameters[name].numel()) for name in bucket.gradients)
         compressor = make_compressor(bucket.compressor, layers, ranks=self._ranks)
@@ -125,7 +126,7 @@ class Everyone:
         self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int, ranks: Sequence[int]
     ) -> Tensor:
         """All elements encoded; each rank adds up its part, and encodes the sum, or the backend does it all."""
-        native, owners = (bucket.collective, bucket.algorithm) == NATIVE, len(ranks)
+        native, owners = bucket.transport == NATIVE, len(ranks)
         compressor = make_wire(bucket.compressor, owners, native=native)
         cut = compressor.cut(added[0].numel(), 1 if native else owners, added[0].dtype)
         total = torch.zeros_like(held[0])

@@ -9,33 +9,33 @@ from itertools import product
 import matrix_checks
 import pytest
 import torch
-from matrix_cells import FORMS, KINDS, LAYOUTS, SPECS, UNKNOWN, Cell, carried
+from matrix_cells import KINDS, LAYOUTS, SENT_BY, SPECS, UNKNOWN, Cell, carried
 
 from planner.jobs.launch import LocalWorld, run_ranks
-from runtime.comm.collectives import HITOPK, NATIVE, TWO_SHOT
+from runtime.plan.transports import FLAT, HITOPK, LIBRARY, NAIVE_ALL_GATHER, NATIVE, TORUS_2D, TREE, TWO_SHOT
 from runtime.sparse.compressors.wire import EIGHT_BITS
 
-DENSE = {("all_reduce", "library"): {"none", "wire", "powersgd"}, ("all_reduce", "torus_2d"): {"none", "wire"},
-         ("all_reduce", "tree"): {"none"}, TWO_SHOT: {"wire"}, NATIVE: {"wire"}}  # fmt: skip
-SPARSE = {("sparse", "flat"): {"topk", "randomk"}, ("sparse", "naive_all_gather"): {"topk", "randomk"},
+DENSE = {LIBRARY: {"none", "wire", "powersgd"}, TORUS_2D: {"none", "wire"},
+         TREE: {"none"}, TWO_SHOT: {"wire"}, NATIVE: {"wire"}}  # fmt: skip
+SPARSE = {FLAT: {"topk", "randomk"}, NAIVE_ALL_GATHER: {"topk", "randomk"},
           HITOPK: {"topk"}}  # fmt: skip
 
 
-SHARED = {("all_reduce", "library"): {"none", "wire"}, TWO_SHOT: {"wire"}}
+SHARED = {LIBRARY: {"none", "wire"}, TWO_SHOT: {"wire"}}
 """While ranks share the optimizer's step."""
 
 
 def refused(cell: Cell) -> bool:
     """What cannot be done, and has to be said before the first step."""
     complex_numbers = cell.spec.name != "none" and any(dtype.is_complex for dtype in cell.dtypes)
-    nothing_to_select = cell.form == HITOPK and cell.layout == "no element last"
+    nothing_to_select = cell.transport == HITOPK and cell.layout == "no element last"
     divided = cell.shared and cell.spec.name != "none" and cell.mixed
     too_wide = cell.spec.dtype in EIGHT_BITS and torch.float64 in cell.dtypes
     return divided or too_wide or complex_numbers or nothing_to_select or not set(UNKNOWN).isdisjoint(cell.dtypes)
 
 
 def test_what_each_collective_carries() -> None:
-    for form in FORMS:
+    for form in SENT_BY:
         found = {spec.name for spec in SPECS if carried(form, spec)}
         assert found, f"{form}: every compressor is refused"
         assert found == (DENSE | SPARSE).get(form, found), form
@@ -56,4 +56,4 @@ def test_every_way_comes_to_what_it_should_or_is_refused_on_all_ranks_alike(rank
 
 
 def _all_cells() -> list[Cell]:
-    return [Cell(*way) for way in product(FORMS, SPECS, KINDS, LAYOUTS, (False, True))]
+    return [Cell(*way) for way in product(SENT_BY, SPECS, KINDS, LAYOUTS, (False, True))]

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from planner.cost.sparse import SELECTED_BYTES
 from planner.documents.text import pluralize
 from planner.ir import Mode, Schedule
+from planner.model.codecs import codec_of
 from planner.model.delay import CycleTimeline, ops_of, simulate_cycle, steady_state
 from planner.model.delay_load import StepWork
 from planner.model.engine import run
@@ -71,7 +71,7 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
     k, inside, total = delay_of(schedule), problem.ranks_per_worker, dict[str, float]()
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
-        pushed = 1.0 if bucket.k is None else SELECTED_BYTES * bucket.k / max(1.0, size_bytes)
+        pushed = 1.0 if bucket.whole else codec_of(bucket).pushed_bytes(problem, bucket) / max(1.0, size_bytes)
         between = (pushed + 1.0 / k) / inside
         shares = {"network": between} if inside == 1 else {"inter": between, "intra": 2.0 + 1.0 / k}
         for network, share in shares.items():
@@ -126,11 +126,13 @@ def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]
     reasons = []
     for bucket, push_us, pull_us in zip(schedule.buckets, load.push_us, load.pull_us, strict=True):
         push, pull = push_and_pull(push_us, pull_us, delay_of(schedule))
-        if bucket.k is None:
+        if bucket.whole:
             reasons.append(f"{merging(bucket, alone_us, push_us)}; {push}, {pull}")
         else:
             elements = problem.elements(bucket)
             whole_us = problem.bucket_cost_us([bucket.gradients], problem.push.curve)[0]
             saved = difference(whole_us - push_us)
-            reasons.append(f"{bucket.k:,} of {elements:,} elements: {push}, {saved} than whole; {pull}")
+            reasons.append(
+                f"{codec_of(bucket).sent_text()} of {elements:,} elements: {push}, {saved} than whole; {pull}"
+            )
     return reasons

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.cost.phases import PHASES
-from planner.cost.sparse import FLAT_GATHERS
-from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.documents.text import ms
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import codec_of
 from planner.model.engine import run
 from planner.model.norms import update_us
 from planner.model.problem import Problem
@@ -33,7 +31,7 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    if any(bucket.algorithm not in ("library", TWO_SHOT, NATIVE, *FLAT_GATHERS) for bucket in schedule.buckets):
+    if any(bucket.transport.staged for bucket in schedule.buckets):
         return simulate(problem, schedule).iteration_us
     if all(bucket.whole for bucket in schedule.buckets):
         return exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
@@ -44,14 +42,14 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Return the timeline: by the closed form of `planner.model.step`, with phases and selection by the engine."""
-    if any(not bucket.whole or bucket.form[:2] in PHASES for bucket in schedule.buckets):
+    if any(not bucket.whole or bucket.transport.staged for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule)
     return exchange_timeline(problem, schedule.buckets, _exchange(problem, schedule))
 
 
 def _exchange(problem: Problem, schedule: Schedule) -> Exchange:
     return Exchange(
-        collectives=[bucket.collective for bucket in schedule.buckets],
+        collectives=[bucket.transport.collective for bucket in schedule.buckets],
         costs_us=problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets]),
         update_us=update_us(problem, schedule),
     )
@@ -123,7 +121,7 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
         if not bucket.whole:
             spent = spending(problem, bucket)
             saved = difference(problem.bucket_cost_us([bucket.gradients])[0] - span.duration_us)
-            sent = bucket.dtype or (f"{bucket.k or 0:,}" if bucket.rank is None else f"rank {bucket.rank}")
+            sent = codec_of(bucket).sent_text()
             text = f"{sent} of {problem.elements(bucket):,} elements: {saved} on the link than dense, "
             text += f"{ms(spent.before_us + spent.after_us)} more of compute"
         else:
@@ -146,5 +144,5 @@ def _explain_phases(problem: Problem, bucket: Bucket, tasks: list[Span], backwar
         if any(span.resource == link for span in spans)
     ]
     flat = difference(problem.bucket_cost_us([bucket.gradients])[0] - sum(span.duration_us for span in spans))
-    what = f"{len(bucket.gradients)} gradients" if bucket.k is None else f"k = {bucket.k:,}"
+    what = codec_of(bucket).content_text(bucket)
     return f"{what}: {' and '.join(times) or 'nothing to send'}, {flat} than a flat all-reduce; {exposure(late_us)}"

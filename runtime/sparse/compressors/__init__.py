@@ -12,6 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.plan import CompressorSpec
+from runtime.plan.transports import (
+    FLAT,
+    HITOPK,
+    LIBRARY,
+    NAIVE_ALL_GATHER,
+    NATIVE,
+    TORUS_2D,
+    TRANSPORTS,
+    TWO_SHOT,
+    Transport,
+)
 from runtime.sparse.compressors.options import Layer, check_options, choose, kept_elements
 from runtime.sparse.compressors.powersgd import LowRankCompressor, make_low_rank
 from runtime.sparse.compressors.selectors import select_random
@@ -26,11 +37,20 @@ class Family:
     """One entry of the registry."""
 
     options: frozenset[str]
-    make: Callable[[CompressorSpec, Sequence[Layer], int], Compressor | None]
-    """(specification, layers, ranks) → compressor."""
+    transports: frozenset[Transport]
+    """Transports that carry its buckets."""
+    make: Callable[[CompressorSpec, Sequence[Layer], int, bool], Compressor | None]
+    """(specification, layers, ranks, whether the backend adds up in the wire's dtype) → compressor."""
+    between: frozenset[Transport] = frozenset()
+    """Transports that carry its buckets with `links` "inter": compressed on inter-node links alone."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether it sends some of the elements."""
+        return any(transport.sparse for transport in self.transports)
 
 
-def _make_topk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
+def _make_topk(spec: CompressorSpec, layers: Sequence[Layer], *_: object) -> Compressor:
     name = "exact" if spec.selector is None else spec.selector
     return SparseCompressor(kept_elements(spec, layers), choose("topk: selector", name, SELECTORS))
 
@@ -38,25 +58,43 @@ def _make_topk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Com
 _SELECTION = frozenset({"k", "density", "scope"})
 
 COMPRESSORS: Mapping[str, Family] = {
-    "none": Family(options=frozenset(), make=lambda *_: None),
-    "powersgd": Family(options=frozenset({"rank"}), make=lambda spec, *_: make_low_rank(spec)),
-    "randomk": Family(
-        options=_SELECTION, make=lambda spec, layers, _: SparseCompressor(kept_elements(spec, layers), select_random)
+    "none": Family(
+        options=frozenset(),
+        transports=frozenset(transport for transport in TRANSPORTS.values() if transport.exact),
+        make=lambda *_: None,
     ),
-    "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
+    "powersgd": Family(
+        options=frozenset({"rank"}), transports=frozenset({LIBRARY}), make=lambda spec, *_: make_low_rank(spec)
+    ),
+    "randomk": Family(
+        options=_SELECTION,
+        transports=frozenset({FLAT, NAIVE_ALL_GATHER}),
+        make=lambda spec, layers, *_: SparseCompressor(kept_elements(spec, layers), select_random),
+    ),
+    "topk": Family(
+        options=_SELECTION | {"selector"},
+        transports=frozenset({FLAT, NAIVE_ALL_GATHER, HITOPK}),
+        make=_make_topk,
+    ),
     "wire": Family(
         options=frozenset({"dtype", "block", "error_feedback", "rounding", "links"}),
-        make=lambda spec, _, ranks: make_wire(spec, ranks),
+        transports=frozenset({LIBRARY, TWO_SHOT, NATIVE}),
+        between=frozenset({TORUS_2D}),
+        make=lambda spec, _, ranks, native: make_wire(spec, ranks, native=native),
     ),
 }
+"""Registry: compressor, as a plan names it → family. Add one here and the contract test covers it."""
 
 
-def make_compressor(spec: CompressorSpec, layers: Sequence[Layer], *, ranks: int) -> Compressor | None:
+def make_compressor(
+    spec: CompressorSpec, layers: Sequence[Layer], *, ranks: int, native: bool = False
+) -> Compressor | None:
     """Make the compressor of one flat buffer; None where every element is sent as it is. `layers`: (name, elements) of
-    each run of gradients of one layer, which in order fill the buffer; `ranks`: how many ranks' messages are summed.
+    each run of gradients of one layer, which in order fill the buffer; `ranks`: how many ranks' messages are summed,
+    by the backend in the wire's dtype if `native`.
 
     Raises InputError: an unknown name, or options that do not fit the compressor or these layers.
     """
     family = choose("compressor", spec.name, COMPRESSORS)
     check_options(spec, family.options)
-    return family.make(spec, layers, ranks)
+    return family.make(spec, layers, ranks, native)

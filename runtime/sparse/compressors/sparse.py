@@ -14,7 +14,7 @@ from runtime.kernels.backend import usable
 from runtime.kernels.checks import FLOATS, MOST_RANKS
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.options import Segment
-from runtime.sparse.compressors.selectors import select_exact, select_mstopk, select_sampled
+from runtime.sparse.compressors.selectors import select_exact, select_mstopk, select_random, select_sampled
 
 Selector = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 """(residual, gradient, total, k, seed) → k ascending positions; writes residual + gradient into `total`."""
@@ -60,6 +60,8 @@ class SparseCompressor:
         """What is selected from separately; nothing else of the buffer has elements."""
         self.k = sum(segment.k for segment in segments)
         self._selector = selector
+        self.by_magnitude = selector is not select_random
+        """Whether elements that are not finite are chosen first."""
         self._states: dict[torch.device, TopkState] = {}
 
     def selects_on(self, device: torch.device, *dtypes: torch.dtype) -> bool:

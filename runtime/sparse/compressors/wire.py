@@ -32,7 +32,7 @@ from torch import Tensor
 from runtime.errors import InputError
 from runtime.kernels import WireLayout, wire_combine_, wire_decode_, wire_encode_
 from runtime.kernels.checks import FLOATS
-from runtime.kernels.source import WIRE_MOST
+from runtime.kernels.source import WIRE_CODES, WIRE_MOST
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressors.magnitudes import accumulate
 from runtime.sparse.compressors.options import choose
@@ -41,7 +41,7 @@ from runtime.sparse.compressors.sparse import has_kernels
 WIRE_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn,
 }  # fmt: skip
-EIGHT_BITS = ("int8", "float8_e4m3fn")
+EIGHT_BITS = tuple(name for name, dtype in WIRE_DTYPES.items() if dtype.itemsize == 1)
 NATIVE = ("bfloat16", "float16")
 """Formats that backends add up themselves."""
 
@@ -444,10 +444,11 @@ class Scaled:
             values.mul_(scale)
 
     def for_kernels(self, cut: Cut) -> WireLayout | None:
-        return WireLayout(
+        layout = WireLayout(
             self.dtype, cut.share, cut.width, cut.scales_at, cut.row_bytes, self._largest,
             scales=scale_bounds(self.dtype, torch.float32),
         )  # fmt: skip
+        return layout if layout.name in WIRE_CODES else None
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from planner.cost.low_rank import low_rank_lines
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import LowRank
 from planner.model.modes import model_of, step_us
 from planner.model.problem import Problem
 from planner.model.spending import spending
@@ -55,7 +56,7 @@ def test_what_is_sent_is_what_the_runtime_sends(shapes: list[tuple[int, ...]], r
 def test_a_bucket_by_hand() -> None:
     """Matrices of 100 x 30 and 8 x 8 at rank 2, and a vector of 7."""
     problem = problem_of([(100, 30), (8, 8), (7,)])
-    schedule = Schedule(buckets=(Bucket.low_rank(range(3), 2),))
+    schedule = Schedule(buckets=(Bucket((0, 1, 2), codec=LowRank(2)),))
     [spent] = [spending(problem, bucket) for bucket in schedule.buckets]
     count, left, right = 3071, 2 * 108, 2 * 38 + 7
     beta = 0.001 + (4 - 1) * 0.001 / 3  # of rank 2, between 1 and 4

@@ -20,6 +20,7 @@ from planner.documents.catalog import find_cluster, names
 from planner.documents.nccl import GPUS, Nccl
 from planner.documents.profile import Cluster, Link, parse_cluster
 from runtime.errors import InputError
+from runtime.plan.transports import TORUS_2D
 
 A100 = Nccl(gpu="a100", nics_per_node=8, nic="200gbit", cpu="amd")
 H100 = Nccl(gpu="h100", nics_per_node=8, nic="400gbit")
@@ -133,12 +134,12 @@ def test_a_curve_is_the_model_between_its_knots_too() -> None:
 
 
 def test_phases_share_a_nodes_cards_among_its_ranks() -> None:
-    phases = PHASES["all_reduce", "torus_2d"](cluster(), communication_cost(cluster()).all_reduce, None)
+    phases = PHASES[TORUS_2D](cluster(), communication_cost(cluster()).all_reduce, None)
     assert [(phase.name, phase.link) for phase in phases] == [
         ("reduce_scatter", "intra"), ("all_reduce", "inter"), ("all_gather", "intra"),
     ]  # fmt: skip
     few = replace(cluster(), nccl=replace(H100, nics_per_node=1))
-    slower = PHASES["all_reduce", "torus_2d"](few, communication_cost(few).all_reduce, None)
+    slower = PHASES[TORUS_2D](few, communication_cost(few).all_reduce, None)
     assert slower[1].time_us(2**30) > 5.0 * phases[1].time_us(2**30)
 
 

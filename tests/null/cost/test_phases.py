@@ -14,6 +14,7 @@ from planner.cost.phases import PHASES
 from planner.cost.sparse import selected_elements, sparse_us
 from planner.documents.profile import Cluster, Line, Link
 from runtime.errors import InputError
+from runtime.plan.transports import FLAT, HITOPK, TORUS_2D
 
 CLUSTER = Cluster(
     name="two links",
@@ -23,12 +24,12 @@ CLUSTER = Cluster(
     inter=Link(alpha_us=10.0, beta_us_per_byte=0.1, gamma_us_per_byte=0.02),
 )
 SIZE_BYTES = 8000
-FLAT = CostCurve.from_line(Coefficients(5.0, 0.25))
+CURVE = CostCurve.from_line(Coefficients(5.0, 0.25))
 
 
 def times(cluster: Cluster, size_bytes: float = SIZE_BYTES) -> list[tuple[str, str, float]]:
     """(link, phase, time) of a 2D-torus all-reduce."""
-    phases = PHASES["all_reduce", "torus_2d"](cluster, FLAT)
+    phases = PHASES[TORUS_2D](cluster, CURVE)
     return [(phase.link, phase.name, pytest.approx(phase.time_us(size_bytes))) for phase in phases]
 
 
@@ -71,20 +72,20 @@ def test_a_missing_link_is_named(missing: str, words: str) -> None:
     with pytest.raises(
         InputError, match=f'two links: no cost for the links {words}; expected the constants "{missing}"'
     ):
-        PHASES["all_reduce", "torus_2d"](replace(CLUSTER, **lacking), FLAT)
+        PHASES[TORUS_2D](replace(CLUSTER, **lacking), CURVE)
 
 
 def test_sparse_flat_by_hand() -> None:
     # 8 ranks, 10 elements each of 8 bytes, three doublings over shared cards.
-    assert sparse_us("flat", CLUSTER, 1000, 0.01, 4) == (("inter", pytest.approx(30.0 + 7 / 8 * 0.2 * 640)),)
+    assert sparse_us(FLAT, CLUSTER, 1000, 0.01, 4) == (("inter", pytest.approx(30.0 + 7 / 8 * 0.2 * 640)),)
     one_node = replace(CLUSTER, nodes=1)
-    assert sparse_us("flat", one_node, 1000, 0.01, 4) == (("intra", pytest.approx(1.0 + 0.5 * 0.01 * 160)),)
-    assert sparse_us("flat", replace(one_node, ranks_per_node=1), 1000, 0.01, 4) == ()
+    assert sparse_us(FLAT, one_node, 1000, 0.01, 4) == (("intra", pytest.approx(1.0 + 0.5 * 0.01 * 160)),)
+    assert sparse_us(FLAT, replace(one_node, ranks_per_node=1), 1000, 0.01, 4) == ()
 
 
 def test_sparse_hitopk_by_hand() -> None:
     # Shards of 500 elements, 5 selected of each; 4 nodes gather 4 · 5 · 8 bytes, the node 2 · 4 · 5 · 8.
-    assert sparse_us("hitopk", CLUSTER, 1000, 0.01, 4) == (
+    assert sparse_us(HITOPK, CLUSTER, 1000, 0.01, 4) == (
         ("intra", pytest.approx(1.0 + 0.5 * 0.012 * 4000)),
         ("inter", pytest.approx(20.0 + 0.75 * 0.2 * 160)),
         ("intra", pytest.approx(1.0 + 0.5 * 0.01 * 320)),
@@ -92,7 +93,7 @@ def test_sparse_hitopk_by_hand() -> None:
 
 
 def test_hitopk_gathers_no_more_than_the_dense_tensor() -> None:
-    assert sparse_us("hitopk", CLUSTER, 1000, 1.0, 4)[2] == ("intra", pytest.approx(1.0 + 0.5 * 0.01 * 4000))
+    assert sparse_us(HITOPK, CLUSTER, 1000, 1.0, 4)[2] == ("intra", pytest.approx(1.0 + 0.5 * 0.01 * 4000))
 
 
 @pytest.mark.parametrize(("density", "numel", "expected"), [(0.001, 10, 1), (0.5, 9, 4), (1.0, 7, 7), (2.0, 7, 7)])

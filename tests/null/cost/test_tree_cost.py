@@ -21,6 +21,7 @@ from planner.model.modes import simulate_schedule, step_us
 from runtime.comm.collectives import tree as runtime_tree
 from runtime.comm.collectives.tree import tree_rounds
 from runtime.errors import InputError
+from runtime.plan.transports import FLAT, NAIVE_ALL_GATHER, TREE
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "results" / "hierarchy.md"
 FAST, SLOW = Link(alpha_us=2.0, beta_us_per_byte=1e-5), Link(alpha_us=20.0, beta_us_per_byte=4e-4)
@@ -84,7 +85,7 @@ def test_more_cards_carry_more_at_once() -> None:
 def test_phases_of_trees() -> None:
     flat = CostCurve.from_samples([(1.0, 1.0)])
     machines = Cluster(name="c", nodes=4, ranks_per_node=2, intra=FAST, inter=SLOW)
-    of = PHASES["all_reduce", "tree"]
+    of = PHASES[TREE]
     [phase] = of(machines, flat, None)
     assert (phase.name, phase.link, phase.share) == ("all_reduce", "inter", 1.0)
     assert of(replace(machines, nodes=1, ranks_per_node=1), flat, None) == ()
@@ -112,13 +113,13 @@ def test_trees_win_where_ranks_are_many_and_messages_small() -> None:
 def test_naive_all_gather_starts_up_twice() -> None:
     """The same bytes: log2(P) more start-ups, nothing else; from measured gathers, two of half the size."""
     machines = Cluster(name="c", nodes=8, ranks_per_node=1, inter=SLOW)
-    [naive] = SPARSE_PHASES["naive_all_gather"](machines, None)
-    [flat] = SPARSE_PHASES["flat"](machines, None)
+    [naive] = SPARSE_PHASES[NAIVE_ALL_GATHER](machines, None)
+    [flat] = SPARSE_PHASES[FLAT](machines, None)
     for selected in (1, 1000, 10**6):
         assert naive.time_us(selected, 0.0) == pytest.approx(flat.time_us(selected, 0.0) + 3 * SLOW.alpha_us)
     curve = [[100, 10.0], [1000, 30.0], [10_000, 100.0]]
     measured = parse_cluster(cluster_document((1.0, 0.1), nodes=2) | {"samples": {"all_gather": curve}})
-    [naive] = SPARSE_PHASES["naive_all_gather"](measured, None)
+    [naive] = SPARSE_PHASES[NAIVE_ALL_GATHER](measured, None)
     assert naive.time_us(125, 0.0) == 2 * CostCurve.from_samples(curve).at(1000)
     link = {"alpha_us": 20.0, "beta_us_per_byte": 4e-4}
     of = make(profile_document([(10_000, 10.0)]), cluster_document(None, nodes=8, inter=link))

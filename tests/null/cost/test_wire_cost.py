@@ -7,7 +7,7 @@ import torch
 from builders import cluster_document, line_problem, make, profile_document, usual_document
 from scipy.optimize import brentq
 
-from planner.cost.wire import ELEMENT_BYTES
+from planner.cost.wire import DTYPES
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.model.modes import model_of, step_us
@@ -18,16 +18,16 @@ from runtime.sparse.compressors.wire import WIRE_DTYPES, make_wire
 
 
 def test_the_planner_knows_every_dtype_of_the_runtime() -> None:
-    assert ELEMENT_BYTES.keys() == WIRE_DTYPES.keys()
+    assert DTYPES.keys() == WIRE_DTYPES.keys()
 
 
-@pytest.mark.parametrize("dtype", ELEMENT_BYTES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_bytes_are_the_runtime_s(dtype: str, ranks: int) -> None:
     """But for what fills the last block of a part, and its last eight bytes."""
     elements = 1_000_003
     cut = make_wire(CompressorSpec(name="wire", dtype=dtype), ranks).cut(elements, ranks, torch.float32)
-    assert ranks * cut.row_bytes == pytest.approx(ELEMENT_BYTES[dtype] * elements, rel=0.005)
+    assert ranks * cut.row_bytes == pytest.approx(DTYPES[dtype].element_bytes * elements, rel=0.005)
 
 
 def test_a_bucket_by_hand() -> None:

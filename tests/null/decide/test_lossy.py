@@ -25,8 +25,10 @@ from planner import optimize, simulate
 from planner.decide.bounded import MORE
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
-from planner.emit.lower import compressor_of, lower
-from planner.model.compression import bucket_at, ratio_limits
+from planner.emit.lower import lower
+from planner.model.codecs import TopK, Wire, codec_of
+from planner.model.codecs.topk import layer_bucket
+from planner.model.compression import ratio_limits
 from planner.model.problem import Problem
 from planner.passes.base import GAIN
 from planner.passes.joint import Joint
@@ -347,14 +349,14 @@ def named(names: list[str]) -> Problem:
 
 def test_layers_that_come_back_in_a_bucket_are_numbered() -> None:
     problem = named(["a.w", "a.v", "b.w", "a.u"])
-    bucket = bucket_at(problem, ratio_limits(problem), 0, 4, 10.0)
+    bucket = layer_bucket(problem, ratio_limits(problem), 0, 4, 10.0)
     assert bucket is not None
-    assert compressor_of(problem, bucket).k == {"a": 20, "b": 10, "a#2": 10}
+    assert codec_of(bucket).spec(problem, bucket).k == {"a": 20, "b": 10, "a#2": 10}
     clash = named(["a.w", "a#2.w", "a.v"])
-    bucket = bucket_at(clash, ratio_limits(clash), 0, 3, 10.0)
+    bucket = layer_bucket(clash, ratio_limits(clash), 0, 3, 10.0)
     assert bucket is not None
     with pytest.raises(InputError, match=r"the layer 'a#2': found it beside two runs of gradients of the layer 'a'"):
-        compressor_of(clash, bucket)
+        codec_of(bucket).spec(clash, bucket)
 
 
 def test_the_strategy_is_what_a_plan_gets() -> None:
@@ -388,9 +390,10 @@ def test_a_plan_keeps_as_many_elements_as_its_schedule(strategy: str, problem: P
         sizes = layer_runs((name, numel[name]) for name in planned.gradients)
         made = make_compressor(planned.compressor, sizes, ranks=4)
         assert bucket.whole == (made is None)
-        assert isinstance(made, WireCompressor) == (bucket.dtype is not None)
+        assert isinstance(made, WireCompressor) == isinstance(bucket.codec, Wire)
         if isinstance(made, SparseCompressor):
-            assert made.k == bucket.k
+            assert isinstance(bucket.codec, TopK)
+            assert made.k == bucket.codec.k
 
 
 def test_on_one_rank_sparse_buckets_have_nothing_to_send() -> None:

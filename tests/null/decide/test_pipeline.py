@@ -14,7 +14,8 @@ from schedule_text import parse_indices, parse_schedule
 
 from planner.decide import pipeline
 from planner.decide.pipeline import parse_passes, run_passes
-from planner.ir import Bucket, Schedule, format_indices
+from planner.ir import Bucket, Dense, Schedule, format_indices
+from planner.model.codecs import LowRank, TopK, Wire
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
 from planner.passes import PASSES
@@ -22,10 +23,18 @@ from planner.passes.base import Pass, Result
 from planner.passes.merge import Merge
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
+from runtime.plan.transports import FLAT, transport_of
 
 indices = st.lists(st.integers(0, 200), min_size=1, max_size=12, unique=True).map(tuple)
 words = st.text("abcdefghijklmnopqrstuvwxyz0123456789_", min_size=1, max_size=8)
-buckets = st.builds(Bucket, gradients=indices, collective=words, algorithm=words, compressor=words)
+counts = st.integers(1, 10**6)
+codecs = st.one_of(
+    st.builds(Dense),
+    st.builds(Wire, words),
+    st.builds(LowRank, counts),
+    st.builds(TopK, counts, st.one_of(st.none(), st.lists(counts, min_size=1).map(tuple))),
+)
+buckets = st.builds(Bucket, indices, st.builds(transport_of, words, words), codecs)
 
 
 @given(st.lists(buckets, max_size=5).map(lambda items: Schedule(buckets=tuple(items))))
@@ -39,10 +48,8 @@ def test_indices_parse_back(members: tuple[int, ...]) -> None:
 
 
 def test_text_form_by_hand() -> None:
-    schedule = Schedule(
-        buckets=(Bucket(gradients=(0, 1, 2, 5)), Bucket(gradients=(3, 4), collective="sparse", compressor="topk"))
-    )
-    assert str(schedule) == "[0-2,5] all_reduce/library none\n[3-4] sparse/library topk"
+    schedule = Schedule(buckets=(Bucket((0, 1, 2, 5)), Bucket((3, 4), FLAT, TopK(7))))
+    assert str(schedule) == "[0-2,5] all_reduce/library none\n[3-4] sparse/flat topk k=7"
     assert str(Schedule(buckets=())) == ""
     assert Schedule.from_boundaries([2, 3]) == parse_schedule(
         "[0-1] all_reduce/library none\n[2] all_reduce/library none"
@@ -93,7 +100,7 @@ def test_broken_schedules(schedule: Schedule, dtype_ids: tuple[int, ...], messag
         verify(schedule, dtype_ids)
 
 
-@pytest.mark.parametrize("form", ["all_reduce/library topk", "all_reduce/star none", "sparse/flat none"])
+@pytest.mark.parametrize("form", ["all_reduce/two_shot wire dtype=int8", "all_reduce/star none", "sparse/flat none"])
 def test_lossy_and_unknown_forms_are_not_exact(form: str) -> None:
     schedule = parse_schedule(f"[0-3] {form}")
     with pytest.raises(VerifyError, match="is not exact, but the plan has to be"):

@@ -20,7 +20,8 @@ from planner.decide.bounded import MORE, Offer, choose_offer
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
-from planner.ir import Bucket, Schedule, Synchronous
+from planner.ir import Bucket, Codec, Dense, Schedule, Synchronous
+from planner.model.codecs import TopK
 from planner.model.delay_load import StepWork
 from planner.model.modes import step_us
 from planner.model.modes.delayed import Delayed
@@ -55,19 +56,17 @@ def schedule_of(plan: Plan, problem: Problem) -> Schedule:
     places = {gradient.name: index for index, gradient in enumerate(problem.profile.compute.gradients)}
     buckets = tuple(
         Bucket(
-            gradients=tuple(places[name] for name in bucket.gradients),
-            collective=bucket.collective,
-            algorithm=bucket.algorithm,
-            compressor=bucket.compressor.name,
-            k=_selected(problem, [places[name] for name in bucket.gradients], bucket.compressor.density),
+            tuple(places[name] for name in bucket.gradients),
+            bucket.transport,
+            _codec(problem, [places[name] for name in bucket.gradients], bucket.compressor.density),
         )
         for bucket in plan.buckets
     )
     return Schedule(buckets=buckets, mode=Delayed(plan.delay.steps) if plan.delay else Synchronous())
 
 
-def _selected(problem: Problem, gradients: list[int], density: float | None) -> int | None:
-    return None if density is None else int(density * int(problem.numel[gradients].sum()))
+def _codec(problem: Problem, gradients: list[int], density: float | None) -> Codec:
+    return Dense() if density is None else TopK(int(density * int(problem.numel[gradients].sum())))
 
 
 def printed(plan: Plan) -> str:
@@ -162,10 +161,12 @@ def test_pushes_may_be_selected_from() -> None:
     exact = make_schedule(problem, "optimal")
     whole = min(step_us(problem, replace(option, mode=Delayed(4))) for option in candidates(problem, exact))
     found = Delay(protect="g0|g2|none", compress="sparse").apply(exact, problem).schedule
-    assert [bucket.compressor for bucket in found.buckets] == ["none", "topk", "none"]
+    assert [bucket.codec.name for bucket in found.buckets] == ["none", "topk", "none"]
     assert step_us(problem, found) < whole / 4  # pulls are whole, once in four steps at the most
     load = StepWork.of(problem, found)
-    k = found.buckets[1].k or 0
+    codec = found.buckets[1].codec
+    assert isinstance(codec, TopK)
+    k = codec.k
     assert load.push_us[1] == pytest.approx(problem.push.curve.at(8.0 * k))
     assert load.pack_us == pytest.approx((0.0, 5.0 + 1e-6 * 2e6, 0.0))
     assert load.pull_us[1] == pytest.approx(problem.pull.curve.at(2e6))
@@ -174,10 +175,10 @@ def test_pushes_may_be_selected_from() -> None:
     assert plan.buckets[1].compressor.density == pytest.approx((k + 0.5) / 500_000)
     assert "elements: reduce_scatter" in (plan.buckets[1].reason or "")
     protected = Delay(protect="g1|none", compress="sparse").apply(exact, problem).schedule
-    assert {bucket.compressor for bucket in protected.buckets} == {"none"}
+    assert {bucket.codec.name for bucket in protected.buckets} == {"none"}
     free = make(profile, cluster_document((20.0, 0.01), local_update=FREE))
     assert {
-        bucket.compressor for bucket in Delay(protect="none", compress="sparse").apply(exact, free).schedule.buckets
+        bucket.codec.name for bucket in Delay(protect="none", compress="sparse").apply(exact, free).schedule.buckets
     } == {"none"}
 
 

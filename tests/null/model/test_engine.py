@@ -26,6 +26,7 @@ from planner.search.merge_contended import end_us as contended_end_us
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay
 from planner.search.tables import Form
 from planner.strategies.topologies import phased_problem
+from runtime.plan.transports import TORUS_2D
 
 LINKS = {
     "intra": {"alpha_us": 5.0, "beta_us_per_byte": 0.001},
@@ -117,7 +118,7 @@ def test_agrees_with_what_searches_rest_on(
     ran = run(step_ops(problem, Schedule.from_boundaries(stops)))
     assert sent_us == pytest.approx(ran.end_us[ran.lanes["network"][-1]], rel=1e-9)
     phased = problem_of(rows, ranks_per_node=2)
-    ran = run(step_ops(phased, Schedule.from_boundaries(stops, "torus_2d")))
+    ran = run(step_ops(phased, Schedule.from_boundaries(stops, TORUS_2D)))
     forms = LinkForms(phased, [Form("torus_2d")])
     assert forms.end_us(choice_of(stops)) == pytest.approx(ran.total_us - phased.update_us, rel=1e-9)
 
@@ -156,10 +157,10 @@ def test_ops_that_wait_for_each_other_are_refused() -> None:
 def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list[tuple[int, float]]) -> None:
     """The search is no proof: it is held against all merges, and never loses more than a twentieth here."""
     problem = problem_of(rows, ranks_per_node=2)
-    found = simulate_schedule(problem, make_schedule(problem, "torus_2d")).iteration_us
+    found = simulate_schedule(problem, make_schedule(problem, TORUS_2D)).iteration_us
     cuts = range(1, problem.count)
     every = (
-        simulate_schedule(problem, Schedule.from_boundaries([*chosen, problem.count], "torus_2d")).iteration_us
+        simulate_schedule(problem, Schedule.from_boundaries([*chosen, problem.count], TORUS_2D)).iteration_us
         for size in range(problem.count)
         for chosen in itertools.combinations(cuts, size)
     )

@@ -14,6 +14,7 @@ from schedule_text import parse_mode, parse_schedule
 import planner
 from planner.emit.lower import lower
 from planner.ir import ACCURACIES, Bucket, Mode, Schedule, Synchronous
+from planner.model.codecs import TopK, Wire
 from planner.model.modes import MODES, simulate_schedule, step_us
 from planner.model.problem import Problem
 from planner.verify import VerifyError, verify
@@ -28,15 +29,15 @@ from runtime.plan.combinations import (
     WIRE,
     reason_against,
 )
+from runtime.plan.transports import FLAT, TREE
 
 ROWS = [(4000, 120.0), (12000, 80.0), (8000, 60.0)]
-SELECTED: dict[str, Any] = {"collective": "sparse", "algorithm": "flat", "compressor": "topk"}
 
 BUCKETS = {
-    TOPOLOGY: Bucket(gradients=(0, 1, 2), algorithm="tree"),
-    SELECTION: Bucket(gradients=(0, 1, 2), k=60, **SELECTED),
-    LAYER_SELECTION: Bucket(gradients=(0, 1, 2), k=60, ks=(10, 30, 20), **SELECTED),
-    WIRE: Bucket(gradients=(0, 1, 2), compressor="wire"),
+    TOPOLOGY: Bucket((0, 1, 2), TREE),
+    SELECTION: Bucket((0, 1, 2), FLAT, TopK(60)),
+    LAYER_SELECTION: Bucket((0, 1, 2), FLAT, TopK.of_layers((10, 30, 20))),
+    WIRE: Bucket((0, 1, 2), codec=Wire("int8")),
 }
 """Feature → a bucket that has it."""
 

@@ -75,7 +75,7 @@ def test_one_rank_and_other_optimizers_share_nothing() -> None:
     alone = make(document(), cluster(nodes=1))
     assert ShardUpdates().apply(Schedule.from_boundaries([5]), alone).schedule.norms is None
     plain = make(profile_document(ROWS), cluster())
-    assert ShardUpdates().apply(Schedule.from_boundaries([5], "library"), plain).schedule.norms is None
+    assert ShardUpdates().apply(Schedule.from_boundaries([5]), plain).schedule.norms is None
     assert optimize(parse_profile(profile_document(ROWS, cluster=cluster()))).updates is None
 
 

@@ -30,6 +30,7 @@ from planner.model.step_ops import step_ops
 from planner.passes.shard_updates import ShardUpdates
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
+from runtime.plan.transports import TORUS_2D
 
 ALLOW = ["sharded-step"]
 allowed = partial(optimize, allow=ALLOW)
@@ -284,7 +285,7 @@ def test_schedules_that_cannot_be_are_refused() -> None:
     ids = [0] * 5
     good = replace(Schedule.from_boundaries([5]), mode=Sharded())
     verify(good, ids)
-    for odd in (replace(good, norms=(0,)), replace(Schedule.from_boundaries([5], "torus_2d"), mode=Sharded())):
+    for odd in (replace(good, norms=(0,)), replace(Schedule.from_boundaries([5], TORUS_2D), mode=Sharded())):
         with pytest.raises(VerifyError, match="share"):
             verify(odd, ids, norms=(1, 4))
     kept = run_passes(parse_passes("merge"), good, problem()).schedule
@@ -307,6 +308,6 @@ def test_the_bare_loop_of_a_comparison_updates_all_weights() -> None:
 
 def test_the_pass_leaves_phases_on_two_kinds_of_link_alone() -> None:
     step = problem()
-    torus = Schedule.from_boundaries([5], "torus_2d")
+    torus = Schedule.from_boundaries([5], TORUS_2D)
     assert ShardUpdates().shared_step(torus, step) is None
     assert ShardUpdates(step="always").shared_step(torus, step) is not None

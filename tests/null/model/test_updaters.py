@@ -33,6 +33,7 @@ from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec, parse_plan
 from runtime.plan.timeline import busy_us
+from runtime.plan.transports import TORUS_2D
 
 
 def section(curve: list[tuple[float, float | None]], layers: int = 4, **fields: Any) -> dict[str, Any]:
@@ -309,7 +310,7 @@ WHOLE = Schedule.from_boundaries([4]).buckets
             "its norms by itself",
         ),
         (
-            Schedule(buckets=(Bucket(gradients=(0, 1, 2, 3), algorithm="torus_2d"),), mode=LocalUpdaters(count=1)),
+            Schedule(buckets=(Bucket((0, 1, 2, 3), TORUS_2D),), mode=LocalUpdaters(count=1)),
             "relaxed",
             "averaged dense",
         ),

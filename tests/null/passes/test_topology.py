@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import cluster_document, every_choice, line_problem, make, profile_document, two_nodes
+from schedule_text import at_ratios
 
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import Form, TopK, Wire
 from planner.model.compression import Limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
@@ -22,8 +24,9 @@ from planner.passes.merge import Merge
 from planner.passes.topology import Topology
 from planner.search.forms import LinkForms
 from planner.search.links import search
-from planner.search.tables import dense_algorithms, flat_forms, forms_on_links, has_two_links
+from planner.search.tables import dense_transports, flat_forms, forms_on_links, has_two_links
 from planner.verify import verify
+from runtime.plan.transports import HITOPK, LIBRARY, TORUS_2D, TWO_SHOT
 
 
 def problem(rng: np.random.Generator, count: int, **fields: Any) -> Problem:
@@ -46,7 +49,9 @@ def test_the_replay_agrees_with_the_simulator(seed: int) -> None:
                  unpack={"alpha_us": 10.0, "beta_us_per_byte": 0.02},
                  encode={"int8": {"alpha_us": 5.0, "beta_us_per_byte": 0.003}},
                  decode={"int8": {"alpha_us": 3.0, "beta_us_per_byte": 0.004}})  # fmt: skip
-    forms = LinkForms(of, forms_on_links(flat_forms([10.0], [("int8", "two_shot")])), limits([100.0] * 4))
+    forms = LinkForms(
+        of, forms_on_links(flat_forms([Form(TWO_SHOT, Wire("int8"), 4.0), *at_ratios(10.0)])), limits([100.0] * 4)
+    )
     for choice in every_choice(4, len(forms.forms)):
         ours = forms.end_us(choice) + of.update_us
         assert ours == pytest.approx(step_us(of, forms.schedule(choice)), rel=1e-9)
@@ -56,7 +61,7 @@ def test_the_replay_agrees_with_the_simulator(seed: int) -> None:
 def test_exact_buckets_are_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
     of = problem(rng, 6)
-    forms = LinkForms(of, forms_on_links((), dense_algorithms(of)))
+    forms = LinkForms(of, forms_on_links((), dense_transports(of)))
     best_us = min(forms.end_us(choice) for choice in every_choice(6, 3)) + of.update_us
     given = Merge().apply(Schedule.from_boundaries([6]), of).schedule
     found = Topology().apply(given, of).schedule
@@ -69,7 +74,7 @@ def test_exact_buckets_are_the_best_of_all(seed: int) -> None:
 def test_buckets_and_densities_are_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
     of = problem(rng, 4, sparsify={"alpha_us": 30.0, "beta_us_per_byte": 0.001})
-    forms = LinkForms(of, forms_on_links(flat_forms([4.0, 250.0])), limits([1000.0] * 4))
+    forms = LinkForms(of, forms_on_links(flat_forms(at_ratios(4.0, 250.0))), limits([1000.0] * 4))
     best_us = min(forms.end_us(choice) for choice in every_choice(4, len(forms.forms))) + of.update_us
     found = search(forms, [(4,), (1, 2, 3, 4)])
     assert min(step_us(of, one) for one in found.schedules) == pytest.approx(best_us, rel=1e-9)
@@ -92,13 +97,13 @@ def test_a_torus_where_links_inside_are_fast_and_flat_where_starting_is_dear() -
         two_nodes(slow=0.001, fast=0.001, alpha_us=1000.0, all_reduce_algorithm="recursive_doubling"),
     )
     given = Schedule.from_boundaries([1])
-    assert Topology().apply(given, make(profile_document(rows), fast)).schedule.buckets[0].algorithm == "torus_2d"
-    assert Topology().apply(given, make(profile_document(rows), dear)).schedule.buckets[0].algorithm == "library"
+    found = [Topology().apply(given, make(profile_document(rows), links)).schedule for links in (fast, dear)]
+    assert [schedule.buckets[0].transport for schedule in found] == [TORUS_2D, LIBRARY]
 
 
 def test_while_one_bucket_is_between_nodes_another_is_inside() -> None:
     of = make(profile_document([(20_000, 500.0)] * 4), two_nodes(slow=0.02, fast=0.01))
-    timeline = simulate_schedule(of, Schedule.from_boundaries([1, 2, 3, 4], "torus_2d"))
+    timeline = simulate_schedule(of, Schedule.from_boundaries([1, 2, 3, 4], TORUS_2D))
     pairs = itertools.product(timeline.on("intra"), timeline.on("inter"))
     assert any(max(a.start_us, b.start_us) < min(a.end_us, b.end_us) and a.bucket != b.bucket for a, b in pairs)
 
@@ -124,9 +129,9 @@ def test_hitopk_in_joint_where_nothing_is_protected() -> None:
         .apply(Topology().apply(Schedule.from_boundaries([2]), of).schedule, of)
         .schedule
     )
-    assert {bucket.algorithm for bucket in found.buckets} == {"hitopk"}
+    assert {bucket.transport.algorithm for bucket in found.buckets} == {"hitopk"}
     [first, *_] = found.buckets
-    assert first.k is not None
+    assert isinstance(first.codec, TopK)
     profile = parse_profile(profile_document(rows, cluster=two_nodes(slow=0.5, fast=0.0001)))
     plan = optimize(profile, accuracy="bounded", protect="none", compress="all")
     assert plan.accuracy == "bounded"
@@ -152,9 +157,9 @@ def test_the_crossover_between_dense_and_selected_is_predicted() -> None:
 
 def test_a_bucket_with_a_protected_gradient_is_not_selected_from_by_shards() -> None:
     of = make(profile_document([(1000, 1.0), (1000, 1.0)]), two_nodes())
-    forms = LinkForms(of, forms_on_links(flat_forms([100.0])), limits([100.0, 1.0]))
+    forms = LinkForms(of, forms_on_links(flat_forms(at_ratios(100.0))), limits([100.0, 1.0]))
     known = forms.known(0, 1, 3)
     assert known is not None
     assert forms.known(0, 2, 3) is None
     assert forms.known(1, 2, 3) is None
-    assert known[0] == Bucket(gradients=(0,), collective="sparse", algorithm="hitopk", compressor="topk", k=5)
+    assert known[0] == Bucket((0,), HITOPK, TopK(5))

@@ -27,6 +27,7 @@ from planner.search.merge_phased import PhasedProblem
 from planner.strategies.topologies import phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan import parse_plan
+from runtime.plan.transports import TORUS_2D
 
 SHORT = 0.3
 """Deterministic time enough for small problems."""
@@ -111,7 +112,7 @@ def test_two_links_equal_brute_force(mixed: bool) -> None:
         assert solution.proven
         assert best_us - solution.error_us <= solution.bound_us <= best_us * (1 + 1e-12)
         assert arrays.end_us(solution.stops) <= best_us + solution.error_us
-        assert boundaries(make_schedule(problem, "torus_2d"), "torus_2d") is not None
+        assert boundaries(make_schedule(problem, "torus_2d"), TORUS_2D) is not None
         found = make_schedule(problem, "torus_2d")
         assert solution.bound_us <= simulate_schedule(problem, found).iteration_us <= best_us * 1.05 + 10.0
 
@@ -213,4 +214,4 @@ def test_one_rank_sends_nothing(count: int) -> None:
 def test_hints_of_any_shape_are_taken() -> None:
     """A schedule that is no run of consecutive gradients gives the program's optimum as the hint."""
     assert boundaries(Schedule.from_boundaries([2, 3])) == (2, 3)
-    assert boundaries(Schedule.from_boundaries([2, 3], "torus_2d")) is None
+    assert boundaries(Schedule.from_boundaries([2, 3], TORUS_2D)) is None

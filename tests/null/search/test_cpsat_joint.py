@@ -7,6 +7,7 @@ import pytest
 import sparse_reference
 from builders import cluster_document, make, profile_document
 from hypothesis import given, settings
+from schedule_text import at_ratios
 from test_joint import RATIOS, sparse_problems
 
 from planner import optimize
@@ -21,7 +22,7 @@ LIMIT = 4.0
 
 def tables_of(problem: Problem) -> BucketTables:
     limits = make_limits(problem, 64.0)
-    return bucket_tables(problem, flat_forms(RATIOS), limits, np.arange(problem.count + 1))
+    return bucket_tables(problem, flat_forms(at_ratios(*RATIOS)), limits, np.arange(problem.count + 1))
 
 
 def known_us(tables: BucketTables) -> float:

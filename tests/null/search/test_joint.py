@@ -13,13 +13,14 @@ import sparse_reference
 from builders import add_matrix, cluster_document, make, problems, profile_document, random_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
+from schedule_text import at_ratios, parse_schedule
 
-from planner.cost.wire import NARROW_FORMS
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster
-from planner.ir import Bucket, Schedule
-from planner.model.compression import bucket_at, compression, make_limits, ratio_limits
+from planner.ir import Bucket, Dense, Schedule
+from planner.model.codecs import LOSSY, LowRank, Steps, TopK, compression
+from planner.model.codecs.topk import layer_bucket
+from planner.model.compression import make_limits, ratio_limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem, make_problem
 from planner.model.spending import spending
@@ -28,9 +29,10 @@ from planner.passes.sparsify import Sparsify
 from planner.search.forms import FlatForms
 from planner.search.labels import search
 from planner.search.lags import apportion, layer_wise
-from planner.search.tables import bucket_tables, flat_forms, low_rank_forms
+from planner.search.tables import bucket_tables, flat_forms
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
+from runtime.plan.transports import FLAT
 
 RATIOS = (4.0, 16.0, 64.0)
 DENSITIES = "0.25|0.0625|0.015625"
@@ -65,9 +67,17 @@ def sparse_problems(draw: st.DrawFn, max_count: int = 5) -> Problem:
 def sent(schedule: Schedule) -> list[sparse_reference.Sent]:
     """A schedule as the reference has it."""
     return [
-        sparse_reference.Sent(range(bucket.gradients[0], bucket.gradients[-1] + 1), bucket.ks)
+        sparse_reference.Sent(range(bucket.gradients[0], bucket.gradients[-1] + 1), ks_of(bucket))
         for bucket in schedule.buckets
     ]
+
+
+def ks_of(bucket: Bucket) -> tuple[int, ...] | None:
+    return bucket.codec.ks if isinstance(bucket.codec, TopK) else None
+
+
+def k_of(bucket: Bucket) -> int | None:
+    return bucket.codec.k if isinstance(bucket.codec, TopK) else None
 
 
 def exact_of(problem: Problem) -> Schedule:
@@ -141,19 +151,19 @@ def test_products_and_merging_are_decided_as_by_trying_everything(base: Problem)
         places = list(itertools.pairwise([0, *stops]))
         for ranks in itertools.product((None, 1, 2), repeat=len(places)):
             buckets = [
-                Bucket(gradients=tuple(range(*place))) if rank is None else Bucket.low_rank(range(*place), rank)
+                Bucket(tuple(range(*place)), codec=Dense() if rank is None else LowRank(rank))
                 for place, rank in zip(places, ranks, strict=True)
             ]
             every_us.append(step_us(problem, Schedule(buckets=tuple(buckets))))
     found = Joint(compress="lowrank", max_rank=2).frontier(exact_of(problem), problem)
     assert found.best.iteration_us == pytest.approx(min(every_us), rel=1e-12)
     assert found.bound_us <= min(every_us) * (1 + 1e-12)
-    assert [point.form.rank for point in found.points] == [None, 2, 1]
+    assert [point.form.codec.point_fields().get("rank") for point in found.points] == [None, 2, 1]
 
 
 def test_of_equal_steps_the_one_that_leaves_less_out_is_best() -> None:
     problem = make(profile_document([(6400, 50.0)] * 3), cluster_document((10.0, 0.01)))
-    forms = FlatForms(problem, flat_forms((4.0, 16.0)), make_limits(problem, 64.0, "none"))
+    forms = FlatForms(problem, flat_forms(at_ratios(4.0, 16.0)), make_limits(problem, 64.0, "none"))
     least_first = [((3, 0),), ((3, 1),), ((1, 2), (3, 0)), ((2, 2), (3, 0)), ((3, 2),), ((1, 2), (3, 2))]
     assert sorted(reversed(least_first), key=forms.rank) == least_first
 
@@ -165,7 +175,7 @@ def test_what_is_left_to_unpack_counts_though_all_arrives_in_time() -> None:
         gradient["name"] = f"{gradient['layer']}.weight_{index}"
     link, unpack = {"alpha_us": 1.0, "beta_us_per_byte": 0.001}, {"alpha_us": 200.0, "beta_us_per_byte": 0.0}
     problem = make(document, cluster_document((10.0, 0.01), inter=link, unpack=unpack))
-    tables = bucket_tables(problem, flat_forms([64.0]), make_limits(problem, 64.0, "none"), np.arange(4))
+    tables = bucket_tables(problem, flat_forms(at_ratios(64.0)), make_limits(problem, 64.0, "none"), np.arange(4))
     found = search(tables, 2, math.inf)
     assert found is not None
     assert (found.stops, found.forms, found.exact) == ((2, 3), (1, 0), True)
@@ -176,7 +186,9 @@ def test_what_is_left_to_unpack_counts_though_all_arrives_in_time() -> None:
 def test_tables_hold_the_buckets_that_plans_get(problem: Problem) -> None:
     limits = make_limits(problem, 64.0)
     places = np.arange(problem.count + 1)
-    forms = FlatForms(problem, flat_forms(RATIOS, NARROW_FORMS, low_rank_forms(problem, limits, (1, 3))), limits)
+    steps = Steps(RATIOS, 3)
+    ladder = flat_forms([form for codec in LOSSY for form in codec.forms(problem, limits, steps)])
+    forms = FlatForms(problem, ladder, limits)
     tables = bucket_tables(problem, forms.forms, limits, places)
     for start, stop in itertools.combinations(range(problem.count + 1), 2):
         for number, form in enumerate(forms.forms):
@@ -185,7 +197,8 @@ def test_tables_hold_the_buckets_that_plans_get(problem: Problem) -> None:
                 assert math.isinf(cost_us)
                 ratios = limits.ratios.tolist()
                 assert (
-                    not form.selects or sparse_reference.sparse(problem, ratios, range(start, stop), form.ratio) is None
+                    not isinstance(form.codec, TopK)
+                    or sparse_reference.sparse(problem, ratios, range(start, stop), form.ratio) is None
                 )
                 continue
             bucket, _ = known
@@ -212,11 +225,11 @@ def test_never_slower_than_what_is_known_within_the_limits(data: st.DataObject) 
     if max_ratio > 1.0 and problem.numel.all():
         known.append(make_schedule(problem, f"lags:{max_ratio}"))
     if problem.ranks > 1:
-        whole = bucket_at(problem, limits, 0, problem.count, max_ratio)  # SLGS with a share of each layer
+        whole = layer_bucket(problem, limits, 0, problem.count, max_ratio)  # SLGS with a share of each layer
         known += [Schedule(buckets=(whole,))] if whole else []
     assert step_us(problem, result) <= min(step_us(problem, other) for other in known) * (1 + 1e-12)
     assert all(compression(problem, [bucket])[0] <= max_ratio * (1 + 1e-12) for bucket in result.buckets)
-    assert max_ratio > 1.0 or all(bucket.collective == "all_reduce" for bucket in result.buckets)
+    assert max_ratio > 1.0 or all(not bucket.transport.sparse for bucket in result.buckets)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +250,7 @@ def test_large_problems_beat_what_is_known_and_come_out_the_same(contention: Any
         exact = exact_of(problem)
         result = Joint(compress="sparse").frontier(exact, problem).best.schedule
         known = [exact, make_schedule(problem, "lags")]
-        whole = bucket_at(problem, ratio_limits(problem), 0, count, 1000.0)
+        whole = layer_bucket(problem, ratio_limits(problem), 0, count, 1000.0)
         known += [Schedule(buckets=(whole,))] if whole else []
         assert step_us(problem, result) <= min(step_us(problem, other) for other in known) * (1 + 1e-12)
         copy = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
@@ -256,14 +269,14 @@ def test_equation_19_by_trying_every_k(problem: Problem, max_ratio: float) -> No
         numel = sum(gradients[index].numel for index in bucket.gradients)
         dense_us = float(problem.range_cost_us(bucket.gradients[0], bucket.gradients[-1] + 1))
         if numel == 0 or dense_us <= budget_us:
-            assert bucket.k is None
+            assert bucket.whole
             continue
 
         def spent_us(k: int, members: tuple[int, ...] = bucket.gradients) -> float:
             return sum(sparse_reference.line_us(problem, field, members, k) for field in ("sparsify", "unpack"))
 
         hidden = [k for k in range(1, numel + 1) if sparse_reference.gather_us(problem, k) + spent_us(k) <= budget_us]
-        assert bucket.k == max([math.ceil(numel / max_ratio), *hidden[-1:]])
+        assert k_of(bucket) == max([math.ceil(numel / max_ratio), *hidden[-1:]])
 
 
 @given(sparse_problems(), st.sampled_from(["", "none", "*.weight*"]))
@@ -274,11 +287,11 @@ def test_sparsify_keeps_to_limits_and_is_the_strategy_without_protection(problem
     verify(found, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
     for bucket in found.buckets:
         assert compression(problem, [bucket])[0] <= 20.0 * (1 + 1e-12)
-        assert bucket.k is None or all(limits[index] > 1.0 for index in bucket.gradients)
+        assert bucket.whole or all(limits[index] > 1.0 for index in bucket.gradients)
     if protect == "none" and all(gradient.numel for gradient in problem.profile.compute.gradients):
         strategy = make_schedule(problem, "lags:20")
         apart = [len(problem.layer_elements(bucket)) > 1 for bucket in strategy.buckets]
-        assert [b.k for b in found.buckets] == [b.k for b in strategy.buckets] or any(apart)
+        assert [k_of(b) for b in found.buckets] == [k_of(b) for b in strategy.buckets] or any(apart)
     start = exact_of(problem)
     result = Sparsify(max_ratio=20.0, protect=protect).apply(start, problem).schedule
     assert result == (found if step_us(problem, found) < step_us(problem, start) * (1 - 1e-12) else start)
@@ -315,8 +328,8 @@ def test_steps_of_sparse_buckets_are_as_long_with_and_without_a_timeline(data: s
         stop = data.draw(st.integers(start + 1, problem.count))
         numel = int(problem.numel[start:stop].sum())
         k = data.draw(st.one_of(st.none(), st.integers(1, numel))) if numel else None
-        form: dict[str, Any] = {} if k is None else {"collective": "sparse", "algorithm": "flat", "compressor": "topk"}
-        buckets.append(Bucket(gradients=tuple(range(start, stop)), k=k, **form))
+        members = tuple(range(start, stop))
+        buckets.append(Bucket(members) if k is None else Bucket(members, FLAT, TopK(k)))
         start = stop
     schedule = Schedule(buckets=tuple(buckets))
     assert step_us(problem, schedule) == pytest.approx(simulate_schedule(problem, schedule).iteration_us, rel=1e-12)
@@ -362,10 +375,10 @@ def test_wrong_limits() -> None:
 def test_a_layer_that_is_protected_in_part_is_cut_there() -> None:
     problem = named()
     limits = ratio_limits(problem)
-    assert bucket_at(problem, limits, 0, 2, 10.0) is None
-    assert str(bucket_at(problem, limits, 1, 7, 10.0)) == "[1-6] sparse/flat topk k=1192 ks=100,64,128,500,400"
-    assert bucket_at(problem, limits, 2, 5, 10.0) is None  # nothing would be left out
-    assert str(bucket_at(problem, limits, 2, 5, 1.0)) == "[2-4] all_reduce/library none"
+    assert layer_bucket(problem, limits, 0, 2, 10.0) is None
+    assert str(layer_bucket(problem, limits, 1, 7, 10.0)) == "[1-6] sparse/flat topk k=1192 ks=100,64,128,500,400"
+    assert layer_bucket(problem, limits, 2, 5, 10.0) is None  # nothing would be left out
+    assert str(layer_bucket(problem, limits, 2, 5, 1.0)) == "[2-4] all_reduce/library none"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import cluster_document, every_choice, make, profile_document, two_nodes
+from schedule_text import at_ratios
 
 from planner import optimize, simulate
 from planner.decide.strategies import MIXED, make_schedule
@@ -26,8 +27,9 @@ from planner.search.forms import LinkForms
 from planner.search.labels import least_ends_us
 from planner.search.labels import search as search_labels
 from planner.search.links import search
-from planner.search.tables import BucketTables, bucket_tables, dense_algorithms, flat_forms, forms_on_links
+from planner.search.tables import BucketTables, bucket_tables, dense_transports, flat_forms, forms_on_links
 from runtime.errors import CheckFailed, InputError
+from runtime.plan.transports import TREE
 
 LIMIT = 2.0
 SELECTS = {"sparsify": {"alpha_us": 30.0, "beta_us_per_byte": 0.001}}
@@ -46,7 +48,9 @@ def forms_at(of: Problem, *ratios: float, protected: int | None = None) -> LinkF
     """All forms; one gradient may have to travel whole."""
     limits = Limits(np.full(of.count, 1000.0), np.zeros(of.count, dtype=np.bool_))
     limits.ratios[[] if protected is None else [protected]] = 1.0
-    return LinkForms(of, forms_on_links(flat_forms([r for r in ratios if r > 1.0]), dense_algorithms(of)), limits)
+    return LinkForms(
+        of, forms_on_links(flat_forms(at_ratios(*(r for r in ratios if r > 1.0))), dense_transports(of)), limits
+    )
 
 
 def tables_of(forms: LinkForms) -> BucketTables:
@@ -93,7 +97,7 @@ def test_tables_hold_the_buckets_that_plans_get() -> None:
             _, work = known
             phases = [time_us for _, time_us in work.phases]
             ours = [tables.scatter_us[at], tables.cost_us[at], tables.gather_us[at]]
-            assert (ours if form.phased else ours[1:2]) == pytest.approx(phases)
+            assert (ours if form.transport.hierarchical else ours[1:2]) == pytest.approx(phases)
             assert (tables.select_us[at], tables.unpack_us[at]) == pytest.approx((work.select_us, work.unpack_us))
     assert tables.only(np.array([0, 2, 5])).cost_us.tolist() == tables.cost_us[:, [0, 2, 5]][:, :, [0, 2, 5]].tolist()
 
@@ -183,7 +187,7 @@ def test_optimal_is_what_optimize_decides() -> None:
     ]
     assert plan.predicted is not None
     assert found.iteration_us == plan.predicted.iteration_us == bounded.iteration_us
-    assert {bucket.algorithm for bucket in make_schedule(of, "optimal").buckets} == {"torus_2d"}
+    assert {bucket.transport.algorithm for bucket in make_schedule(of, "optimal").buckets} == {"torus_2d"}
     assert bounded.lower_bound_us == pytest.approx(found.iteration_us, rel=1e-5)
     assert plan.scaling is not None
     assert {point.ranks for point in plan.scaling} >= {1, 2, 4, 8}
@@ -192,7 +196,7 @@ def test_optimal_is_what_optimize_decides() -> None:
 def test_with_many_gradients_optimal_is_all_flat_or_all_torus() -> None:
     of = make(profile_document([(2000, 5.0)] * (MIXED + 1)), two_nodes())
     found = make_schedule(of, "optimal")
-    assert {bucket.algorithm for bucket in found.buckets} == {"torus_2d"}
+    assert {bucket.transport.algorithm for bucket in found.buckets} == {"torus_2d"}
     assert step_us(of, found) == step_us(of, make_schedule(of, "torus_2d"))
 
 
@@ -227,5 +231,5 @@ def test_trees_are_looked_at_where_they_and_the_library_are_known_equally_well()
     }})  # fmt: skip
     algorithms = [optimize(profile, machines).buckets[0].algorithm for machines in (formula, measured, both)]
     assert algorithms == ["tree", "torus_2d", "tree"]
-    timeline = simulate_schedule(problem(0, 1), Schedule.from_boundaries([1], "tree"))
+    timeline = simulate_schedule(problem(0, 1), Schedule.from_boundaries([1], TREE))
     assert [span.resource for span in timeline.spans if span.bucket is not None] == ["inter"]

@@ -13,7 +13,6 @@ from compressor_cases import Layers, numbers, reference_topk, sparse
 from torch import nn
 
 from runtime.checks.plan import check_plan, trainable_parameters
-from runtime.comm.collectives import DENSE_FORMS
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
@@ -97,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
     model = nn.Linear(2, 2)
     spec = CompressorSpec(name=name, **OPTIONS[name])
-    fitting = "all_reduce" if name in DENSE_FORMS else "sparse"
+    fitting = "sparse" if COMPRESSORS[name].selects else "all_reduce"
 
     def misfit(spec: CompressorSpec, collective: str, accuracy: Any = "bounded") -> str | None:
         algorithm = "library" if collective == "all_reduce" else "flat"

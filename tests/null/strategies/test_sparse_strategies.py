@@ -17,16 +17,23 @@ from planner.cli.app import main
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.codecs import TopK
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.spending import spending
 from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
+from runtime.plan.transports import FLAT, HITOPK
 
 LINK = {"alpha_us": 10.0, "beta_us_per_byte": 0.01}
 ROWS = [(1000, 50.0), (4000, 100.0), (100, 30.0)]
 """Layers in the order of backward; forward takes 100 µs, the update 10 µs."""
+
+
+def k_of(bucket: Bucket) -> int:
+    assert isinstance(bucket.codec, TopK)
+    return bucket.codec.k
 
 
 def problem_of(rows: Any = ROWS, nodes: int = 4, layers: list[str] | None = None, **fields: Any) -> Problem:
@@ -65,9 +72,9 @@ def test_slgs_sends_one_message_after_its_selection() -> None:
 def test_selection_delays_the_rest_of_backward() -> None:
     """The first bucket is selected for 100 µs before the second gradient's backward goes on."""
     problem = problem_of([(100, 50.0), (100, 50.0)], sparsify={"alpha_us": 100.0, "beta_us_per_byte": 0.0})
-    first = Bucket(gradients=(0,), collective="sparse", algorithm="flat", compressor="topk", k=1)
+    first = Bucket((0,), FLAT, TopK(1))
     dense = 6 * 10.0 + 1.5 * 0.01 * 400
-    assert iteration_us(problem, Schedule(buckets=(first, Bucket(gradients=(1,))))) == pytest.approx(300.0 + dense + 10)
+    assert iteration_us(problem, Schedule(buckets=(first, Bucket((1,))))) == pytest.approx(300.0 + dense + 10)
     assert iteration_us(problem, make_schedule(problem, "wfbp")) == pytest.approx(100.0 + 50.0 + 2 * dense + 10.0)
 
 
@@ -95,10 +102,10 @@ def test_lags_by_hand() -> None:
     )
     schedule = make_schedule(problem, "lags")
     # Layer 0: 20 + 0.24 k + 2 + 2 + 1 ≤ 100. Layer 1: 20 + 0.24 k + 2 + 8 + 1 > 30. Layer 2 has no budget at all.
-    assert [bucket.k for bucket in schedule.buckets] == [312, 4, 1]
+    assert [k_of(bucket) for bucket in schedule.buckets] == [312, 4, 1]
     assert ratios(problem, schedule) == {"layer0": 1000 / 312, "layer1": 1000.0, "layer2": 100.0}
-    assert [bucket.k for bucket in make_schedule(problem, "lags:10").buckets] == [312, 400, 10]
-    assert [bucket.k for bucket in make_schedule(problem, "lags:3").buckets] == [334, 1334, 34]
+    assert [k_of(bucket) for bucket in make_schedule(problem, "lags:10").buckets] == [312, 400, 10]
+    assert [k_of(bucket) for bucket in make_schedule(problem, "lags:3").buckets] == [334, 1334, 34]
 
 
 def test_lags_leaves_layers_dense_that_hide() -> None:
@@ -116,12 +123,12 @@ def test_lags_finds_the_largest_k_that_fits() -> None:
         problem = problem_of(rows, sparsify={"alpha_us": 1.0, "beta_us_per_byte": 0.002})
         for index, bucket in enumerate(make_schedule(problem, "lags:50").buckets):
             numel, budget_us = rows[index][0], rows[index + 1][1] if index < 5 else 0.0
-            if bucket.k is None:
+            if bucket.whole:
                 assert 60.0 + 0.015 * 4 * numel <= budget_us
                 continue
             spent_us = 1.0 + 0.002 * 4 * numel
             fitting = [k for k in range(1, numel + 1) if 20.0 + 0.75 * 0.01 * 4 * 8 * k + spent_us <= budget_us]
-            assert bucket.k == max([-(-numel // 50), *fitting[-1:]])
+            assert k_of(bucket) == max([-(-numel // 50), *fitting[-1:]])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -135,13 +142,13 @@ def test_lags_finds_the_largest_k_where_measured_times_fall_with_k(seed: int) ->
     }
     selects = {"alpha_us": 0.0, "beta_us_per_byte": 0.0, "by_density": [[0.1, 50.0, 0.0], [0.5, 2.0, 0.02]]}
     problem = problem_of(rows, samples=samples, sparsify=selects)
-    (phase,) = problem.sparse_phases("flat")
-    select = problem.selection_cost("flat")
+    (phase,) = problem.sparse_phases(FLAT)
+    select = problem.selection_cost(FLAT)
     for index, bucket in enumerate(make_schedule(problem, "lags:50").buckets):
         numel, budget_us = rows[index][0], rows[index + 1][1] if index < 5 else 0.0
         k = np.arange(1, numel + 1)
         fitting = k[phase.curve(4.0 * 8 * k) + select(4.0 * numel, k / numel) <= budget_us]
-        assert bucket.k == max([-(-numel // 50), *fitting[-1:].tolist()])
+        assert k_of(bucket) == max([-(-numel // 50), *fitting[-1:].tolist()])
 
 
 def test_layers_that_come_back_are_numbered() -> None:
@@ -152,7 +159,7 @@ def test_layers_that_come_back_are_numbered() -> None:
 def test_hitopk_by_hand() -> None:
     """One bucket: 5100 elements in shards of 2550, 25 selected; 2 · 25 · 8 bytes between nodes, twice that inside."""
     problem = two_links(sparsify=SelectionLine(alpha_us=7.0, beta_us_per_byte=0.001))
-    one = Bucket(gradients=(0, 1, 2), collective="sparse", algorithm="hitopk", compressor="topk", k=25)
+    one = Bucket((0, 1, 2), HITOPK, TopK(25))
     steps = (1.0 + 0.5 * 0.001 * 20400, 10.0 + 0.5 * 0.02 * 400, 1.0 + 0.5 * 0.001 * 800)
     select_us = 7.0 + 0.001 * 20400 / 2
     assert iteration_us(problem, Schedule(buckets=(one,))) == pytest.approx(280.0 + select_us + sum(steps) + 10.0)
@@ -164,7 +171,7 @@ def test_what_hitopk_selects_is_timed_by_its_share_of_a_shard() -> None:
     """510 of a shard's 2550 elements are a fifth, halfway between the densities that were timed."""
     rows = ((0.1, 10.0, 0.0), (0.3, 30.0, 0.0))
     problem = two_links(sparsify=SelectionLine(alpha_us=0.0, beta_us_per_byte=0.0, by_density=rows))
-    one = Bucket(gradients=(0, 1, 2), collective="sparse", algorithm="hitopk", compressor="topk", k=510)
+    one = Bucket((0, 1, 2), HITOPK, TopK(510))
     assert spending(problem, one).before_us == pytest.approx(20.0)
 
 
@@ -192,7 +199,7 @@ def partitions(problem: Problem, share: float) -> list[Schedule]:
             shard = -(-int(problem.numel[start:stop].sum()) // 2)
             k = min(shard, max(1, int(share * shard)))
             members = tuple(range(start, stop))
-            buckets.append(Bucket(gradients=members, collective="sparse", algorithm="hitopk", compressor="topk", k=k))
+            buckets.append(Bucket(members, HITOPK, TopK(k)))
         result.append(Schedule(buckets=tuple(buckets)))
     return result
 
@@ -244,7 +251,7 @@ def test_records_have_ratios_for_lags_only(tmp_path: Any, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     "text",
-    ["[0-2] sparse/flat topk", "[0-2] all_reduce/library none k=3", "[0-2] sparse/flat topk k=0"],
+    ["[0-2] sparse/flat topk", "[0-2] all_reduce/library topk k=3", "[0-2] sparse/flat topk k=0"],
 )
 def test_the_verifier_knows_what_belongs_together(text: str) -> None:
     with pytest.raises(VerifyError, match="k ≥ 1 belongs to topk"):
