@@ -10,13 +10,13 @@ import pytest
 from builders import line_problem, problems, usual_profile
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_text import parse_indices, parse_schedule
 
 from planner.decide import pipeline
 from planner.decide.pipeline import parse_passes, run_passes
-from planner.ir import Bucket, Schedule, format_indices
+from planner.ir import Bucket, Schedule, format_indices, parse_indices
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.passes import PASSES
 from planner.passes.base import Pass, Result
 from planner.passes.merge import Merge

@@ -11,7 +11,6 @@ import torch
 from builders import cluster_document, make, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 from torch import nn
 
 from planner.decide.optimize import optimize
@@ -22,6 +21,7 @@ from planner.ir import Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.model.taskgraph import build_graph, run_graph
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.norms import measure_norms

@@ -12,7 +12,6 @@ import pytest
 from builders import halves_cluster, make, profile_document, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 
 from planner.cli.app import main
 from planner.comparison.variants import make_variants
@@ -25,6 +24,7 @@ from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded, exchange, gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.model.taskgraph import build_graph, run_graph
 from planner.passes.shard_updates import ShardUpdates
 from planner.verify import VerifyError, verify

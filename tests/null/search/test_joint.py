@@ -13,7 +13,6 @@ import sparse_reference
 from builders import add_matrix, cluster_document, make, problems, profile_document, random_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 
 from planner.cost.wire import NARROW_FORMS
 from planner.decide.strategies import make_schedule
@@ -22,6 +21,7 @@ from planner.ir import Bucket, Schedule
 from planner.model.compression import bucket_at, compression, make_limits, ratio_limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem, make_problem
+from planner.model.schedule_text import parse_schedule
 from planner.model.spending import spending
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
