@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ from planner.cli.options import (
     ClusterName,
     CompressBy,
     Flags,
+    FromSchedule,
     MaxDelay,
     MaxMemory,
     MaxRank,
@@ -94,24 +96,24 @@ def optimize(
     protect: Protect = None,
     max_delay: MaxDelay = None,
     max_memory_mib: MaxMemory = None,
+    from_schedule: FromSchedule = None,
     parallel: Parallel = None,
 ) -> None:
-    """Decide how gradients travel, and how far that is from optimal."""
-    others = {
-        "--allow": allow, "--print-after": print_after,
-        "--passes": None if passes == DEFAULT_PASSES else passes, "--solver": None if solver == "dp" else solver,
-        "--solver-limit": solver_limit, "--compress": compress, "--max-ratio": max_ratio, "--protect": protect,
-        "--max-delay": max_delay,
+    """Decide how gradients are sent, and how far that is from optimal."""
+    deciding = {
+        "--print-after": print_after, "--passes": None if passes == DEFAULT_PASSES else passes,
+        "--solver": None if solver == "dp" else solver, "--solver-limit": solver_limit, "--compress": compress,
+        "--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay,
     }  # fmt: skip
-    if for_fsdp2(parallel, others):
+    if for_fsdp2(parallel, {"--allow": allow, **deciding, "--from-schedule": from_schedule}):
         optimize_fsdp2(profile, cluster, output, accuracy, max_memory_mib)  # type: ignore[arg-type]
         return
-    from planner.decide.optimize import optimize as decide
+    from planner.decide.optimize import optimize as optimize_profile
     from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES
     from planner.report.files import check_writable
 
-    check_writable(output, profile, cluster)
+    check_writable(output, profile, cluster, from_schedule)
     if print_after is not None and print_after not in ("all", *PASSES):
         raise InputError(f"--print-after: found {print_after!r}, expected all or one of: {', '.join(sorted(PASSES))}")
 
@@ -119,20 +121,33 @@ def optimize(
         if print_after in ("all", name):
             typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
 
+    if from_schedule is not None:
+        from planner.decide.given import optimize_given
+
+        for option, value in {**deciding, "--max-rank": max_rank}.items():
+            if value is not None:
+                raise InputError(
+                    f"{option}: found {value}, which is about deciding, with --from-schedule; leave one of them out"
+                )
+        decide = partial(optimize_given, path=from_schedule)
+    else:
+        decide = partial(
+            optimize_profile,
+            passes=passes,
+            after_pass=after_pass,
+            solver=solver,
+            solver_limit=solver_limit,
+            compress=compress,
+            max_ratio=max_ratio,
+            max_rank=max_rank,
+            protect=protect,
+            max_delay=max_delay,
+        )
     plan = decide(
         profile,
         cluster,
-        accuracy=accuracy,  # type: ignore[arg-type]
+        accuracy=accuracy,
         allow=() if allow is None else _items("--allow", allow),
-        passes=passes,
-        after_pass=after_pass,
-        solver=solver,
-        solver_limit=solver_limit,
-        compress=compress,
-        max_ratio=max_ratio,
-        max_rank=max_rank,
-        protect=protect,
-        max_delay=max_delay,
         max_memory_mib=max_memory_mib,
     )
     if solver == "cpsat" and plan.sharded:

@@ -86,6 +86,10 @@ MaxMemory = Annotated[
         "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled).",
     ),
 ]
+FromSchedule = Annotated[
+    str | None,
+    typer.Option(help="Decide nothing: plan the schedule in this file, as --print-after prints it."),
+]
 Allow = Annotated[
     str | None,
     typer.Option(

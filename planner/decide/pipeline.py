@@ -13,7 +13,7 @@ from typing import Any
 from planner.ir import Schedule, Synchronous
 from planner.model.problem import Problem
 from planner.passes import PASSES
-from planner.passes.base import Frontier, Pass, Result
+from planner.passes.base import Frontier, Pass, Pipeline, Result
 from planner.verify import verify
 from runtime.errors import InputError
 
@@ -23,8 +23,8 @@ AfterPass = Callable[[str, Schedule, float], None]
 """(name of the pass, its result, seconds it took)."""
 
 
-def parse_passes(text: str) -> tuple[Pass, ...]:
-    """Passes from text such as `merge{labels=4}`.
+def parse_passes(text: str) -> Pipeline:
+    """Return the passes of a text such as `merge{labels=4}`.
 
     Raises:
         InputError: unknown pass or option (lists the known ones), or a value of another type than the option's.
@@ -37,7 +37,7 @@ def parse_passes(text: str) -> tuple[Pass, ...]:
             raise InputError(f"--passes: cannot read {text[position:]!r}, expected for example merge{{labels=8}}")
         passes.append(_make_pass(match[1], match[2] or ""))
         position = match.end()
-    return tuple(passes)
+    return Pipeline(passes)
 
 
 def _make_pass(name: str, options: str) -> Pass:
