@@ -382,6 +382,31 @@ def explain(
 
 
 @app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="plan.json")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+) -> None:
+    """Show what two plans do differently, and what each predicts.
+
+    Exit status 0: they execute the same; 1: they do not.
+    """
+    from planner.report.difference import difference, difference_tables
+    from planner.report.tables import make_console, print_table
+    from runtime.plan import load_plan
+
+    found = difference(load_plan(first), load_plan(second))
+    if Flags.as_json:
+        print_json(found.to_document())
+    else:
+        if found.same:
+            typer.echo(f"{first} and {second} execute the same")
+        for table in difference_tables(found, (first, second)):
+            print_table(make_console(), table)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+@app.command()
 def export(
     plan: Annotated[str, typer.Argument(help="plan.json")],
     to: Annotated[str, typer.Option(help="ddp, ddp-hook, inductor or nccl-tuner.")],
