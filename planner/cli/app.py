@@ -10,10 +10,10 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,6 +41,7 @@ from planner.cli.options import (
 )
 from planner.cli.rank_commands import compare, demo, profile, rehearse, run
 from planner.decide.defaults import DEFAULT_PASSES
+from runtime.debug import asked_events
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
 
@@ -129,7 +130,7 @@ def optimize(
                 raise InputError(
                     f"{option}: found {value}, which is about deciding, with --from-schedule; leave one of them out"
                 )
-        decide = partial(optimize_given, path=from_schedule)
+        decide: Callable[..., Any] = partial(optimize_given, path=from_schedule)
     else:
         decide = partial(
             optimize_profile,
@@ -505,6 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
     try:
         with _full_output_told():
+            asked_events()  # says at once what is wrong with it
             app([*flags, *rest], prog_name="planner")
     except PlannerError as error:
         if Flags.verbose:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,10 @@ from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Frontier, Pass, Pipeline, Result
 from planner.verify import verify
+from runtime.debug import asked_events
 from runtime.errors import InputError
+
+LOGGER = logging.getLogger("planner.decide")
 
 _SPEC = re.compile(r"\s*([a-z_]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
 
@@ -100,8 +104,11 @@ def run_passes(
             frontier=_joined(before.frontier, result.frontier),
         )
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+        seconds = time.perf_counter() - started
         if after_pass is not None:
-            after_pass(current.name, schedule, time.perf_counter() - started)
+            after_pass(current.name, schedule, seconds)
+        if "schedule" in asked_events():
+            LOGGER.debug("after %s (%.1f ms):\n%s", current, seconds * 1e3, schedule)
     return result
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from runtime.comm.collectives import Collective
 from runtime.comm.collectives.direct import library_all_reduce
+from runtime.comm.traced import traced
 from runtime.comm.waits import wait_watched, work_is_over
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
@@ -349,12 +350,13 @@ def make_communicator(
     """Make the communicator for a device; errors name this rank by its number in `whole`, of which `world` may be a
     part. `across_steps`: whether messages may be on their way when a step ends.
     """
+    rank = (whole or world).rank
     if world.group is None:
         return NullCommunicator()
     if device.type != "cuda":
-        return HostCommunicator(world, collectives, whole, across_steps=across_steps)
+        return traced(HostCommunicator(world, collectives, whole, across_steps=across_steps), rank)
     if backend_of(world.group, device) == THROUGH_HOST:
         from runtime.comm.staged_communicator import DeviceLane, StagedCommunicator  # which needs this module
 
-        return StagedCommunicator(world, collectives, DeviceLane(device), DeviceLane(device), whole)
-    return StreamCommunicator(world, collectives, device, whole)
+        return traced(StagedCommunicator(world, collectives, DeviceLane(device), DeviceLane(device), whole), rank)
+    return traced(StreamCommunicator(world, collectives, device, whole), rank)
