@@ -68,12 +68,11 @@ def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
     yield from _rows("updates.step.", [_fields(each and each.step) for each in updates])
     yield from _bucket_rows(first.buckets, second.buckets)
     yield from _rows("", [{"phase_order": plan.phase_order} for plan in both])
-    fallbacks = [plan.fallback for plan in both]
-    if fallbacks[0] is not None and fallbacks[1] is not None:
-        for row in _executed_rows(*fallbacks):
+    if first.fallback is not None and second.fallback is not None:
+        for row in _executed_rows(first.fallback, second.fallback):
             yield Row(what=f"fallback: {row.what}", first=row.first, second=row.second)
-    elif fallbacks[0] != fallbacks[1]:
-        yield Row(what="fallback", first=_text(fallbacks[0] and "one"), second=_text(fallbacks[1] and "one"))
+    elif first.fallback != second.fallback:
+        yield Row(what="fallback", first=_text(first.fallback and "one"), second=_text(second.fallback and "one"))
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from runtime.pages import find_pages
 
 RESULTS = ROOT / "docs" / "results"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
-MAX_WORDS = 17_900
-"""Of all pages that are read from start to end: not of results, nor of compatibility, where readers look up a row."""
+MAX_WORDS = 16_700
+"""Of all pages that are read from start to end: not of results, nor of those where readers look up a row."""
 MAX_COMPATIBILITY_WORDS = 4_500
+MAX_CHANGELOG_WORDS = 1_400
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 MAX_CONTRIBUTING_WORDS = 650
 PLACE = re.compile(r"`((?:planner|runtime|tests|benchmarks|docs|examples|profiles)/[\w/.-]+)`")
@@ -46,6 +47,7 @@ def test_there_are_not_too_many_words() -> None:
     assert len(words) > 20
     assert words.pop(COMPATIBILITY) <= MAX_COMPATIBILITY_WORDS
     assert words.pop(CONTRIBUTING) <= MAX_CONTRIBUTING_WORDS
+    assert words.pop(ROOT / "CHANGELOG.md") <= MAX_CHANGELOG_WORDS
     assert sum(words.values()) <= MAX_WORDS
 
 
