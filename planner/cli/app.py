@@ -186,15 +186,15 @@ def simulate(
     ranks: Annotated[
         str | None, typer.Option(help="Numbers of ranks, comma-separated; default: the cluster's.")
     ] = None,
-    compute_speed: Annotated[float, typer.Option(help="What if the accelerator were so many times as fast?")] = 1.0,
-    batch: Annotated[float, typer.Option(help="What if each rank's batch were so many times as large?")] = 1.0,
-    intra: Annotated[str | None, rate_option("What if links inside nodes were like 3us,600gbit?")] = None,
-    inter: Annotated[str | None, rate_option("What if links between nodes were like 5us,100gbit?")] = None,
-    straggler: Annotated[float, typer.Option(help="What if one rank computed so many times slower?")] = 1.0,
+    compute_speed: Annotated[float, typer.Option(help="Accelerator speed, as a factor of the profiled.")] = 1.0,
+    batch: Annotated[float, typer.Option(help="Batch of each rank, as a factor of the profiled.")] = 1.0,
+    intra: Annotated[str | None, rate_option("Links inside nodes, other than the cluster's: 3us,600gbit.")] = None,
+    inter: Annotated[str | None, rate_option("Links between nodes, other than the cluster's: 5us,100gbit.")] = None,
+    straggler: Annotated[float, typer.Option(help="Slow-down factor of one rank's computation.")] = 1.0,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of ranks' compute times, as a share: gives quantiles.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
     critical_path: Annotated[
         bool, typer.Option("--critical-path", help="Say what the step's length is made of.")
     ] = False,
@@ -290,7 +290,7 @@ def sweep(
     ] = None,
     jitter: Annotated[float, typer.Option(help="Spread of a rank's compute from step to step, as a share.")] = 0.0,
     slow_share: Annotated[float, typer.Option(help="Share of ranks that are slow in a step.")] = 0.0,
-    slow_factor: Annotated[float, typer.Option(help="By what factor those are slow.")] = 1.0,
+    slow_factor: Annotated[float, typer.Option(help="Slow-down factor of slow ranks.")] = 1.0,
     mtbf_hours: Annotated[
         float | None, typer.Option(help="Hours between failures of one accelerator; default: as Llama 3 met them.")
     ] = None,
@@ -363,7 +363,8 @@ def explain(
     ] = None,
     html: Annotated[str | None, typer.Option(help="Write a page here that needs no network.")] = None,
     measured: Annotated[
-        str | None, typer.Option(help="A step measured with this plan (`session.report().save(...)`), to lay beside.")
+        str | None,
+        typer.Option(help="A step measured with this plan (`session.report().save(...)`), to draw, too."),
     ] = None,
 ) -> None:
     """Say why a plan is what it is: a table, a trace, a page."""
@@ -391,18 +392,13 @@ def diff(
 
     Exit status 0: they execute the same; 1: they do not.
     """
-    from planner.report.difference import difference, difference_tables
-    from planner.report.tables import make_console, print_table
-    from runtime.plan import load_plan
+    from planner.report.difference import difference_of_files, print_difference
 
-    found = difference(load_plan(first), load_plan(second))
+    found = difference_of_files(first, second)
     if Flags.as_json:
         print_json(found.to_document())
     else:
-        if found.same:
-            typer.echo(f"{first} and {second} execute the same")
-        for table in difference_tables(found, (first, second)):
-            print_table(make_console(), table)
+        print_difference(found, (first, second))
     if not found.same:
         raise typer.Exit(1)
 
@@ -412,7 +408,8 @@ def export(
     plan: Annotated[str, typer.Argument(help="plan.json")],
     to: Annotated[str, typer.Option(help="ddp, ddp-hook, inductor or nccl-tuner.")],
     profile: Annotated[
-        str | None, typer.Option(help="What the plan was made from: checks buckets, and says what is lost in ms.")
+        str | None,
+        typer.Option(help="The plan's profile: checks buckets, and reports what is lost, in ms."),
     ] = None,
     cluster: ClusterName = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to write; default: print it.")] = None,

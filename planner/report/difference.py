@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rich.table import Table
-
 from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize, sanitize
-from planner.report.tables import SHOWN_BUCKETS, make_table
-from runtime.plan import Plan, PlanBucket
+from planner.report.tables import SHOWN_BUCKETS, make_console, make_table, print_table
+from runtime.plan import Plan, PlanBucket, load_plan
 from runtime.plan.executed import executed_part, spelled_options
 from runtime.plan.predicted import Prediction
 
@@ -52,6 +50,11 @@ def difference(first: Plan, second: Plan) -> Difference:
     """
     executed = list(_executed_rows(executed_part(first), executed_part(second)))
     return Difference(executed=tuple(executed), predicted=tuple(_predicted_rows(first, second)))
+
+
+def difference_of_files(first: str, second: str) -> Difference:
+    """Return in what the plans of two files differ. Raises InputError: a file is no plan."""
+    return difference(load_plan(first), load_plan(second))
 
 
 def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
@@ -169,21 +172,18 @@ def _step(plan: Plan | None) -> str | None:
     return None if plan is None or plan.predicted is None else milliseconds(plan.predicted.iteration_us)
 
 
-def difference_tables(found: Difference, names: tuple[str, str]) -> list[Table]:
-    """Return a table of what is executed differently and one of what is predicted differently, as far as they have
-    rows; `names` are the plans' files.
-    """
-    tables = []
+def print_difference(found: Difference, names: tuple[str, str]) -> None:
+    """Print what is executed differently and what is predicted differently; `names` are the plans' files."""
+    console = make_console()
+    if found.same:
+        console.print(f"{names[0]} and {names[1]} execute the same", highlight=False)
     titles = (("what they do differently", found.executed), ("what they predict, and from what", found.predicted))
     for title, rows in titles:
-        if not rows:
-            continue
-        first, second = map(sanitize, names)
-        table = make_table(title, ("what", first, second if second != first else f"{second} (second)"),
-                           left=("what", first, second, f"{second} (second)"))  # fmt: skip
+        columns = ("what", f"first: {sanitize(names[0])}", f"second: {sanitize(names[1])}")
+        table = make_table(title, columns, left=columns)
         for row in rows[:SHOWN_BUCKETS]:
             table.add_row(*(sanitize(text, SENTENCE_CHARACTERS) for text in (row.what, row.first, row.second)))
         if len(rows) > SHOWN_BUCKETS:
             table.add_row("…", f"{len(rows) - SHOWN_BUCKETS} more: see --json", "")
-        tables.append(table)
-    return tables
+        if rows:
+            print_table(console, table)
