@@ -39,7 +39,7 @@ class HostLane:
     def join(self, mark: float) -> None: ...
 
 
-def make(world: World, collectives: Any, device: torch.device, whole: World | None = None) -> Any:
+def make(world: World, collectives: Any, device: torch.device, whole: World | None = None, **_: Any) -> Any:
     """In the place of `runtime.comm.communicator.make_communicator`."""
     if world.group is None:
         return NullCommunicator()
