@@ -121,7 +121,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     over = max(plan_of(record)["counted_bytes"] / record["limit_bytes"] for record in records)
     add("counted peak of the plan / its limit, worst", f"{over:.3f}", "≤ 1", over <= 1.0)
     off = max(abs(row["peak_bytes"] / row["counted_bytes"] - 1.0) for row in rows)
-    add("predicted peak beside the counted one, worst", f"{off:.1%}", "≤ 5 %", off <= 0.05)
+    add("predicted peak against the counted one, worst", f"{off:.1%}", "≤ 5 %", off <= 0.05)
     return figures.lines
 
 

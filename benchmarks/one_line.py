@@ -6,7 +6,7 @@
 
 From step 300 on a twin of the model takes steps with DDP at its best bucket size between those of the run that plans;
 after its last step that run goes on by turns with its own plan and with the one that was made offline: ratios are of
-steps of the same processes. First steps stand beside those of two other processes, one before and one after. Jobs that
+steps of the same processes. First steps are compared with two other processes', one before, one after. Jobs that
 are rehearsed, `googlenet/5`, wait as long as an accelerator would compute that is five times as fast as the model's
 profile says, and have a quarter of its bytes; others compute on the cores that also send. Emulated links need root. The
 machine has to do nothing else.
@@ -206,7 +206,7 @@ def swept(job: str, caps_mib: Sequence[float | None]) -> list[list[float]]:
 
 
 def with_planner(job: str, steps: int, first: int, cache: str, cap_mib: float | None, offline: Plan | None) -> Trained:
-    """On one rank: the one line, with a cache; beside DDP from step `first` on, and beside an offline plan at last."""
+    """On one rank: the one line, with a cache; against DDP from step `first` on, and an offline plan at last."""
     os.environ["PLANNER_CACHE"] = cache
     run = Run(job)
     session: PlannedSession = planner.attach(run.model, run.optimizer)
@@ -297,8 +297,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     met = {name: sum(row[name] <= limit for row in rows) for name, limit in LIMITS.items()}
     words = {
         "first": "first 300 steps",
-        "steady": "later steps beside the best DDP",
-        "offline": "beside an offline plan",
+        "steady": "later steps compared with the best DDP",
+        "offline": "compared with an offline plan",
     }
     lines += [
         "",

@@ -24,7 +24,7 @@ REPORT = Path(__file__).resolve().parents[1] / "docs" / "results" / "validation.
 HEAD = """\
 # Validation
 
-What others published, beside what planner predicts for it. Written by `python -m benchmarks.validate` (or
+What others published, compared with what planner predicts for it. Written by `python -m benchmarks.validate` (or
 `make validation`) from the files in `tests/data` and `profiles`, which name their sources; do not edit.
 
 *Ratio* is ours over published. A constant that was fitted was fitted on other rows than those it is compared with; the
@@ -201,7 +201,7 @@ def _ssd() -> Section:
         about=about(ssd),
         rows=ssd.comparisons(),
         remarks=(
-            "For AlexNet and VGG-11 the paper prints no speed from which compute could be told, so Eq. 4 cannot be "
+            "For AlexNet and VGG-11 the paper prints no speed from which compute could be derived, so Eq. 4 cannot be "
             "compared there."
         ),
     )
@@ -262,7 +262,7 @@ def _dgx() -> Section:
         rows=dgx.comparisons(),
         remarks=(
             "Communication hides; what is lost on 32 nodes is not communication of a step. There is nothing to gain by "
-            "compressing, and planner says so."
+            "compressing, and planner reports that."
         ),
     )
 

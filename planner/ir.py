@@ -25,6 +25,11 @@ class Codec:
     exact: ClassVar[bool] = False
     """Whether all elements arrive as they are."""
 
+    @classmethod
+    def parse(cls, text: str) -> Codec | None:
+        """Return the codec of this class whose `str` is the text; None for any other text."""
+        return None
+
     @property
     def by_layer(self) -> bool:
         """Whether it selects a number of elements from each layer."""
@@ -40,6 +45,10 @@ class Dense(Codec):
 
     def __str__(self) -> str:
         return self.name
+
+    @classmethod
+    def parse(cls, text: str) -> Codec | None:
+        return cls() if text == cls.name else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,11 @@ class Mode:
     """The class of its schedules, unless their buckets are of a riskier one."""
     shares_update: ClassVar[bool] = False
     """Whether it is a way to share the update among ranks, on which gradients' passes do not decide."""
+
+    @classmethod
+    def parse(cls, line: str) -> Mode | None:
+        """Return the mode of this class whose `str` is the line; None for any other line."""
+        return None
 
     def fitted(self, buckets: int) -> Mode:
         """Return the same for a schedule of so many buckets, where it speaks of buckets."""
@@ -162,6 +176,26 @@ def format_indices(indices: Sequence[int]) -> str:
         else:
             runs.append([index, index])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+MAX_INDEX = 10**7
+"""The largest index that is read: ranges of more gradients are a mistake in the text."""
+
+
+def parse_indices(text: str) -> tuple[int, ...]:
+    """Return the indices whose runs `format_indices` wrote: '0-2,5' → (0, 1, 2, 5).
+
+    Raises:
+        ValueError: the text has no such runs, or an index above `MAX_INDEX`.
+    """
+    indices: list[int] = []
+    for run in text.split(","):
+        first, dash, last = run.partition("-")
+        start, stop = int(first), int(last if dash else first)
+        if not 0 <= start <= stop <= MAX_INDEX:
+            raise ValueError(f"found the run {run}, expected indices from 0 to {MAX_INDEX} that do not fall")
+        indices.extend(range(start, stop + 1))
+    return tuple(indices)
 
 
 Places = slice | int | NDArray[np.int64]

@@ -15,7 +15,7 @@ NOT_RUN = "Not run: no device was within reach."
 HEAD = f"""# On a GPU
 
 `make gpu` (`python -m benchmarks.gpu --minutes M --wheels FOLDER`) checks and times everything that needs a device, and
-goes on where it stopped. Without a device it runs the same code on the CPU, at a small size, so that nothing but the
+continues where it stopped. Without a device it runs the same code on the CPU, at a small size, so that nothing but the
 device is new.
 
 Targets, for a GPU of the H200's class: selecting 1 % of 128 M elements (float32, steady state of error feedback, cold

@@ -39,14 +39,14 @@ PARTS: Mapping[str, Part] = {
         Part("sanitizer", "compute-sanitizer",
              "run kernels under memcheck, racecheck and synccheck, where compute-sanitizer is installed", 4.0),
         Part("waits", "One rank: overlap, and waits of the host",
-             "carry messages of a single rank beside backward, draw up the events, and count in a profiler's trace how "
+             "carry messages of a single rank during backward, draw up the events, and count in a profiler's trace how "
              "often backward makes the host wait for the device", 2.0),
-        Part("sessions", "Two ranks beside DDP",
+        Part("sessions", "Two ranks compared with DDP",
              "train by every kind of plan on two ranks, over NCCL, or over gloo where both share a device: weights "
              "against DDP's, overlap, memory", 4.0),
         Part("commands", "Commands", "run planner doctor, profile, optimize, run, compare and demo --device cuda", 8.0),
         Part("selection", "Selecting the largest elements",
-             "time the kernel, warm, cold and phase by phase, beside torch.topk and MSTopK, from 2²⁰ to 2²⁷ elements",
+             "time the kernel, warm, cold and phase by phase, against torch.topk and MSTopK, from 2²⁰ to 2²⁷ elements",
              6.0),
         Part("wire", "Encoding and decoding", "time encoding, adding up and decoding in each wire format", 3.0),
         Part("overhead", "Overhead of a step",

@@ -328,7 +328,7 @@ def beside_lines(results: Sequence[Result]) -> Iterator[str]:
     """That averaging stops nobody."""
     yield (
         "| model | strategy | averagings | one takes, ms | updates meanwhile | updaters at work meanwhile "
-        "| a minibatch beside one, ms | beside none | longest pause of an updater |"
+        "| a minibatch during one, ms | during none | longest pause of an updater |"
     )
     yield "| --- " * 9 + "|"
     for result in results:

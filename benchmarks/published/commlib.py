@@ -75,7 +75,7 @@ def compute_s(profile: Profile) -> float:
 
 
 def torus_s(profile: Profile, machines: Cluster) -> float:
-    """Exposed seconds of 2D-torus all-reduces, merged, beside backward."""
+    """Exposed seconds of 2D-torus all-reduces, merged, during backward."""
     return predict_s(profile, machines, "torus_2d") - compute_s(profile)
 
 

@@ -23,7 +23,7 @@ class Variant:
     dtype: str
     """Of the gradients on the wire."""
     overlap: bool
-    """Whether 2DTAR-SGD runs beside backward."""
+    """Whether 2DTAR-SGD runs during backward."""
     line_rate: bool
     """25 Gbit/s between nodes, and not the link that was fitted for TCP elsewhere."""
     slow_down: float = 1.0
@@ -83,7 +83,7 @@ def variant_lines() -> Iterator[str]:
         order = len(commlib.CELLS) - len({swap.first.what for swap in swaps(found)})
         yield table_line(
             "FP16" if variant.dtype == "float16" else "FP32",
-            "beside backward" if variant.overlap else "after backward",
+            "during backward" if variant.overlap else "after backward",
             "line rate" if variant.line_rate else "TCP" + (" (used)" if variant.chosen else ""),
             f"{variant.slow_down:.2f}",
             f"{max(row.error for row in found):.1%}",

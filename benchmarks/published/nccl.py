@@ -1,4 +1,4 @@
-"""NCCL's cost model beside published measurements of NCCL: fitted on a part of them, and described by machine alone.
+"""NCCL's cost model against published measurements of NCCL: fitted on a part of them, and described by machine alone.
 
 H100 on AWS p5 is fitted on 2 and 4 nodes and predicted on 8. 8 A100 and 2 × 8 H100 (GCP A3 Mega) were measured on one
 number of ranks each: fitted on every second size, predicted on the others. By machine alone nothing is fitted; NCCL's

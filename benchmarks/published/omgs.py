@@ -1,7 +1,7 @@
 """OMGS-SGD (INFOCOM 2020): sparsified training on 16 P102-100 over 1 Gbit/s, split into its parts.
 
-SLGS selects once after backward and sends one message; OMGS-SGD merges layers into messages that travel while
-backward goes on. From the SLGS row and a trace of the model's readiness we predict the best merged schedule: each
+SLGS selects once after backward and sends one message; OMGS-SGD merges layers into messages that are sent while
+backward continues. From the SLGS row and a trace of the model's readiness we predict the best merged schedule: each
 gradient's share of the selection delays backward by its size, and the row's communication is a line with the authors'
 own start-up, log2(P)·α, whose slope the row gives.
 """

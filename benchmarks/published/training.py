@@ -2,7 +2,7 @@
 
 MPT with FSDP (MosaicML's llm-foundry): compute is what the smallest run of a model leaves when its messages are taken
 off, and larger runs are predicted from it, where a micro-batch is at most 1.5 times as large and at least half. Weights
-travel in bfloat16, gradients in what the run's precision says. A100 with 1600 Gbit/s a node; for H100 the network is
+are sent in bfloat16, gradients in what the run's precision says. A100 with 1600 Gbit/s a node; for H100 the network is
 not named, and taken as 3200 Gbit/s. The one constant, how much messages slow computation down, was set on the rows of
 A100; those of H100 were held back. BERT-Large with DDP (NVIDIA DeepLearningExamples): compute is what one node takes.
 """

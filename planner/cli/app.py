@@ -12,7 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +24,7 @@ from planner.cli.options import (
     ClusterName,
     CompressBy,
     Flags,
+    FromSchedule,
     MaxDelay,
     MaxMemory,
     MaxRank,
@@ -40,6 +42,7 @@ from planner.cli.options import (
 )
 from planner.cli.rank_commands import compare, demo, profile, rehearse, run
 from planner.decide.defaults import DEFAULT_PASSES
+from runtime.debug import asked_events
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
 
@@ -98,18 +101,18 @@ def optimize(
     protect: Protect = None,
     max_delay: MaxDelay = None,
     max_memory_mib: MaxMemory = None,
+    from_schedule: FromSchedule = None,
     parallel: Parallel = None,
 ) -> None:
-    """Decide how gradients travel, and how far that is from optimal."""
-    others = {
-        "--allow": allow, "--print-after": print_after,
-        "--passes": None if passes == DEFAULT_PASSES else passes, "--solver": None if solver == "dp" else solver,
-        "--solver-limit": solver_limit, "--compress": compress, "--max-ratio": max_ratio, "--protect": protect,
-        "--max-delay": max_delay,
+    """Decide how gradients are sent, and how far that is from optimal."""
+    deciding = {
+        "--print-after": print_after, "--passes": None if passes == DEFAULT_PASSES else passes,
+        "--solver": None if solver == "dp" else solver, "--solver-limit": solver_limit, "--compress": compress,
+        "--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay,
     }  # fmt: skip
     from planner.report.files import check_writable
 
-    if for_fsdp2(parallel, others):
+    if for_fsdp2(parallel, {"--allow": allow, **deciding, "--from-schedule": from_schedule}):
         from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 
         check_writable(output, profile, cluster)
@@ -121,11 +124,11 @@ def optimize(
         )
         _write_plan(optimize_wrapping(request), output)
         return
-    from planner.decide.optimize import optimize as decide
+    from planner.decide.optimize import optimize as optimize_profile
     from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES
 
-    check_writable(output, profile, cluster)
+    check_writable(output, profile, cluster, from_schedule)
     if print_after is not None and print_after not in ("all", *PASSES):
         raise InputError(f"--print-after: found {print_after!r}, expected all or one of: {', '.join(sorted(PASSES))}")
 
@@ -133,20 +136,33 @@ def optimize(
         if print_after in ("all", name):
             typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
 
+    if from_schedule is not None:
+        from planner.decide.given import optimize_given
+
+        for option, value in {**deciding, "--max-rank": max_rank}.items():
+            if value is not None:
+                raise InputError(
+                    f"{option}: found {value}, which is about deciding, with --from-schedule; leave one of them out"
+                )
+        decide: Callable[..., Any] = partial(optimize_given, path=from_schedule)
+    else:
+        decide = partial(
+            optimize_profile,
+            passes=passes,
+            after_pass=after_pass,
+            solver=solver,
+            solver_limit=solver_limit,
+            compress=compress,
+            max_ratio=max_ratio,
+            max_rank=max_rank,
+            protect=protect,
+            max_delay=max_delay,
+        )
     plan = decide(
         profile,
         cluster,
-        accuracy=accuracy,  # type: ignore[arg-type]
+        accuracy=accuracy,
         allow=() if allow is None else _items("--allow", allow),
-        passes=passes,
-        after_pass=after_pass,
-        solver=solver,
-        solver_limit=solver_limit,
-        compress=compress,
-        max_ratio=max_ratio,
-        max_rank=max_rank,
-        protect=protect,
-        max_delay=max_delay,
         max_memory_mib=max_memory_mib,
     )
     if solver == "cpsat" and plan.sharded:
@@ -194,15 +210,15 @@ def simulate(
     ranks: Annotated[
         str | None, typer.Option(help="Numbers of ranks, comma-separated; default: the cluster's.")
     ] = None,
-    compute_speed: Annotated[float, typer.Option(help="What if the accelerator were so many times as fast?")] = 1.0,
-    batch: Annotated[float, typer.Option(help="What if each rank's batch were so many times as large?")] = 1.0,
-    intra: Annotated[str | None, rate_option("What if links inside nodes were like 3us,600gbit?")] = None,
-    inter: Annotated[str | None, rate_option("What if links between nodes were like 5us,100gbit?")] = None,
-    straggler: Annotated[float, typer.Option(help="What if one rank computed so many times slower?")] = 1.0,
+    compute_speed: Annotated[float, typer.Option(help="Accelerator speed, as a factor of the profiled.")] = 1.0,
+    batch: Annotated[float, typer.Option(help="Batch of each rank, as a factor of the profiled.")] = 1.0,
+    intra: Annotated[str | None, rate_option("Links inside nodes, other than the cluster's: 3us,600gbit.")] = None,
+    inter: Annotated[str | None, rate_option("Links between nodes, other than the cluster's: 5us,100gbit.")] = None,
+    straggler: Annotated[float, typer.Option(help="Slow-down factor of one rank's computation.")] = 1.0,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of ranks' compute times, as a share: gives quantiles.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
     critical_path: Annotated[
         bool, typer.Option("--critical-path", help="Say what the step's length is made of.")
     ] = False,
@@ -298,7 +314,7 @@ def sweep(
     ] = None,
     jitter: Annotated[float, typer.Option(help="Spread of a rank's compute from step to step, as a share.")] = 0.0,
     slow_share: Annotated[float, typer.Option(help="Share of ranks that are slow in a step.")] = 0.0,
-    slow_factor: Annotated[float, typer.Option(help="By what factor those are slow.")] = 1.0,
+    slow_factor: Annotated[float, typer.Option(help="Slow-down factor of slow ranks.")] = 1.0,
     mtbf_hours: Annotated[
         float | None, typer.Option(help="Hours between failures of one accelerator; default: as Llama 3 met them.")
     ] = None,
@@ -371,7 +387,8 @@ def explain(
     ] = None,
     html: Annotated[str | None, typer.Option(help="Write a page here that needs no network.")] = None,
     measured: Annotated[
-        str | None, typer.Option(help="A step measured with this plan (`session.report().save(...)`), to lay beside.")
+        str | None,
+        typer.Option(help="A step measured with this plan (`session.report().save(...)`), to draw, too."),
     ] = None,
 ) -> None:
     """Say why a plan is what it is: a table, a trace, a page."""
@@ -391,11 +408,32 @@ def explain(
 
 
 @app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="plan.json")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+) -> None:
+    """Show what two plans do differently, and what each predicts.
+
+    Exit status 0: they execute the same; 1: they do not.
+    """
+    from planner.report.difference import difference_of_files, print_difference
+
+    found = difference_of_files(first, second)
+    if Flags.as_json:
+        print_json(found.to_document())
+    else:
+        print_difference(found, (first, second))
+    if not found.same:
+        raise typer.Exit(1)
+
+
+@app.command()
 def export(
     plan: Annotated[str, typer.Argument(help="plan.json")],
     to: Annotated[str, typer.Option(help="ddp, ddp-hook, inductor or nccl-tuner.")],
     profile: Annotated[
-        str | None, typer.Option(help="What the plan was made from: checks buckets, and says what is lost in ms.")
+        str | None,
+        typer.Option(help="The plan's profile: checks buckets, and reports what is lost, in ms."),
     ] = None,
     cluster: ClusterName = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to write; default: print it.")] = None,
@@ -489,6 +527,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
     try:
         with _full_output_told():
+            asked_events()  # says at once what is wrong with it
             app([*flags, *rest], prog_name="planner")
     except PlannerError as error:
         if Flags.verbose:

@@ -13,7 +13,7 @@ from runtime.errors import InputError
 
 
 def _spelled(parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """An option with a rate; says how one is read that others read otherwise."""
+    """Return the rate as it is read, and print that where other programs read it differently."""
     spelled = None if value is None else spell_rate(value)
     if spelled != value:
         typer.echo(f"planner: {parameter.opts[0]} {value}: read as {spelled}", err=True)
@@ -68,14 +68,14 @@ MaxRank = Annotated[
 MaxRatio = Annotated[
     float | None,
     typer.Option(
-        help="Lossy plans: at most so many elements of a layer for each that is sent "
+        help="Lossy plans: largest ratio of a layer's elements to those that are sent "
         "(default 1000; 250 for recurrent and embedding layers)."
     ),
 ]
 Protect = Annotated[
     str | None,
     typer.Option(
-        help="Lossy plans: gradients to send whole, as patterns of names separated by |, beside biases and "
+        help="Lossy plans: gradients to send whole, as patterns of names separated by |, besides biases and "
         "normalization layers; with 'none', not those."
     ),
 ]
@@ -93,17 +93,21 @@ MaxMemory = Annotated[
         "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled).",
     ),
 ]
+FromSchedule = Annotated[
+    str | None,
+    typer.Option(help="Decide nothing: plan the schedule in this file, as --print-after prints it."),
+]
 Allow = Annotated[
     str | None,
     typer.Option(
-        help="What plans may ask of the script beside what DDP does, comma-separated: sharded-step, late-gather "
+        help="Interfaces that plans may need besides DDP's, comma-separated: sharded-step, late-gather "
         "(which implies it). Without, they are drop-in."
     ),
 ]
 
 
 def models_beginning(incomplete: str) -> list[str]:
-    """Names of the catalog's profiles, for a shell that completes one."""
+    """Return names of the catalog's profiles, for a shell that completes one."""
     from planner.documents.catalog import names
 
     model, at, _ = incomplete.partition("@")
@@ -112,19 +116,19 @@ def models_beginning(incomplete: str) -> list[str]:
 
 
 def clusters_beginning(incomplete: str) -> list[str]:
-    """Likewise of its clusters."""
+    """Return names of the catalog's clusters, for a shell that completes one."""
     from planner.documents.catalog import names
 
     return [name for name in names("cluster") if name.startswith(incomplete)]
 
 
 def entries_beginning(incomplete: str) -> list[str]:
-    """Likewise of both."""
+    """Return names of the catalog's profiles and clusters, for a shell that completes one."""
     return [*models_beginning(incomplete), *clusters_beginning(incomplete)]
 
 
 def strategies_beginning(incomplete: str) -> list[str]:
-    """Names of strategies, for a shell that completes the last one of a list."""
+    """Return names of strategies, for a shell that completes the last one of a list."""
     from planner.decide.strategies import STRATEGIES
 
     before, comma, last = incomplete.rpartition(",")

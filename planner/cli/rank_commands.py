@@ -69,7 +69,8 @@ def profile(
     timeout_s: Timeout = None,
     emulate: Emulate = None,
     updaters: Annotated[
-        int | None, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
+        int | None,
+        typer.Option(help="Also measure up to this number of local updaters for relaxed plans."),
     ] = None,
     parallel: Parallel = None,
 ) -> None:
@@ -250,7 +251,8 @@ def rehearse(
         str | None, typer.Option(help="HOSTSxRANKS to emulate, for example 8x1 or 4x2; default: the cluster's.")
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="Strategies beside the plan and DDP, by name.", autocompletion=strategies_beginning)
+        str,
+        typer.Option(help="Strategies to compare as well, by name.", autocompletion=strategies_beginning),
     ] = STRATEGIES,
     accuracy: Annotated[str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan.")] = "exact",
     allow: Allow = None,

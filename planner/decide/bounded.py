@@ -14,7 +14,7 @@ from typing import Any
 from planner.decide.pipeline import AfterPass, run_passes, with_options
 from planner.documents.text import ms
 from planner.emit.lower import lower
-from planner.ir import ACCURACIES, Schedule
+from planner.ir import ACCURACIES, TIE, Schedule
 from planner.model.codecs import LOSSY, LowRank, TopK, by_codec, codec_of
 from planner.model.compression import check_max_ratio
 from planner.model.modes import step_us
@@ -120,6 +120,8 @@ class Offer:
     """Of that, what steps of other classes leave out: making the minibatch."""
     why_not: str = ""
     """Why there is no plan, where it is not that none makes the step shorter."""
+    required: bool = False
+    """Whether the plan is taken, however long its step is."""
 
     @property
     def own_us(self) -> float:
@@ -141,7 +143,7 @@ def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None
         if offer.plan is None:
             refused[offer.what] = offer.why_not or f"no {offer.what} would make the step shorter"
             continue
-        if offer.step_us <= than_us * (1.0 - GAIN):
+        if offer.required or offer.step_us <= than_us * (1.0 - GAIN):
             chosen = offer
         elif gain < 0.0:
             refused[offer.what] = f"{offer.what} would gain less than {best}"
@@ -179,7 +181,7 @@ def choose(
         result = run_passes([each], schedule, problem, after_pass, accuracy="relaxed")
         fields |= result.plan_fields
         if result.measured or len(relaxed) == 1:
-            offers.append(_relaxed_offer(problem, schedule, each.what, result))
+            offers.append(_relaxed_offer(problem, schedule, each, result))
     # A plan file says once what holds for every plan in it.
     beside = replace(exact, baselines=None, scaling=None, sources=None, notes=())
     exact = replace(exact, **fields)
@@ -210,10 +212,11 @@ def _more_offer(problem: Problem, schedule: Schedule, passes: Sequence[Pass], of
     """What `--compress all` would give in place of what is planned by default; None where that is not 2 % more, or
     passes were told what to look at.
     """
+    passes = [each for each in passes if not each.required]
     every = [
         replace(each, compress="all") if isinstance(each, Joint) and not each.compress else each for each in passes
     ]
-    if every == list(passes):
+    if every == passes:
         return None
     more, _ = _bounded_offer(problem, schedule, every, None, None)
     return more if more.plan is not None and more.step_us <= offer.step_us * (1.0 - GAIN) else None
@@ -262,17 +265,20 @@ def _bounded_offer(
         frontier = replace(frontier, points=shorter, bound_us=frontier.bound_us - saved_us)
     fields = {"frontier": tuple(_point(problem, point) for point in frontier.points)}
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
-    offer = partial(Offer, accuracy="bounded", what="compression")
-    if len(frontier.points) == 1 and problem.ranks > 1:
+    required = any(each.required for each in passes)
+    offer = partial(Offer, accuracy="bounded", what="compression", required=required)
+    if len(frontier.points) == 1 and problem.ranks > 1 and not required:
         why_not = "no compression was looked at (--compress none, or every gradient is protected)"
         return offer(plan=None, step_us=exact_us, why_not=why_not), fields
     if all(bucket.whole for bucket in found.buckets):
         return offer(plan=None, step_us=exact_us), fields
-    certificate = _bound(problem, frontier, passes).certificate(found_us)
+    bound = _bound(problem, frontier, passes)
+    outside = required and found_us < bound.step_us * (1.0 - TIE)  # what is given need not be of the bound's class
+    certificate = None if outside else bound.certificate(found_us)
     gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
     notes = tuple(_notes(problem, found, frontier, gain))
     plan = replace(lower(problem, found), certificate=certificate, notes=notes)
-    if solver_limit is not None:
+    if solver_limit is not None and certificate is not None:
         plan = _solved(plan, certificate, frontier, solver_limit)
     return offer(plan=plan, step_us=found_us), fields
 
@@ -291,17 +297,28 @@ def _point(problem: Problem, point: Point) -> FrontierPoint:
     )
 
 
-def _relaxed_offer(problem: Problem, schedule: Schedule, what: str, result: Result) -> Offer:
+def _relaxed_offer(problem: Problem, schedule: Schedule, made_by: Pass, result: Result) -> Offer:
     """The plan of what a relaxed pass found, beside the best exact schedule."""
     found, found_us = result.schedule, step_us(problem, result.schedule)
     exact_us = step_us(problem, schedule) + result.batch_prep_us
-    offer = partial(Offer, accuracy="relaxed", what=what, batch_prep_us=result.batch_prep_us)
+    offer = partial(
+        Offer,
+        accuracy="relaxed",
+        what=made_by.what,
+        batch_prep_us=result.batch_prep_us,
+        required=made_by.required,
+    )
     if found.accuracy != "relaxed":
         return offer(plan=None, step_us=exact_us, why_not=result.why_not)
-    gain = f"relaxed: predicted {1.0 - found_us / exact_us:.1%} shorter than the best exact plan, which is the fallback"
+    gain = f"relaxed: predicted {_shorter(1.0 - found_us / exact_us)} than the best exact plan, which is the fallback"
     certificate = None if result.bound is None else result.bound.certificate(found_us)
     plan = replace(lower(problem, found), certificate=certificate, notes=(gain, *result.notes))
     return offer(plan=plan, step_us=found_us if result.judged_us is None else result.judged_us)
+
+
+def _shorter(gain: float) -> str:
+    """Return by what share of another step one is shorter, or longer."""
+    return f"{gain:.1%} shorter" if gain >= 0.0 else f"{-gain:.1%} longer"
 
 
 def sent_share(problem: Problem, schedule: Schedule) -> float:
@@ -345,7 +362,7 @@ def _solved(plan: Plan, certificate: Certificate, frontier: Frontier, limit: flo
 
 def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float) -> list[str]:
     notes = [
-        f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
+        f"bounded: predicted {_shorter(gain)} than the best exact plan, which is the fallback",
         *(
             note
             for codec, of in by_codec(schedule.buckets)

@@ -34,7 +34,7 @@ from planner.model.modes.local_updaters import batch_prep_us
 from planner.model.modes.sharded import can_share, saves_memory
 from planner.model.norms import describe_norms, update_bound_us
 from planner.model.problem import Problem, make_problem
-from planner.passes.base import Bound
+from planner.passes.base import Bound, Pass
 from planner.passes.late_gather import LateGathers
 from planner.passes.merge import merge_without_contention
 from planner.passes.topology import Topology, links_without_contention
@@ -55,7 +55,7 @@ def optimize(
     *,
     accuracy: Accuracy = "exact",
     allow: str | Sequence[str] = (),
-    passes: str = DEFAULT_PASSES,
+    passes: str | Sequence[Pass] = DEFAULT_PASSES,
     after_pass: AfterPass | None = None,
     solver: str = "dp",
     solver_limit: float | None = None,
@@ -77,8 +77,9 @@ def optimize(
         allow: interfaces beside drop-in that the plan may have, by name: with `sharded-step` ranks share the
             optimizer's step where that is predicted 2 % faster, or what every rank would hold does not fit into its
             memory; with `late-gather`, which implies it, weights may be gathered beside the next forward.
-        passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`. Exact passes run first;
-            where lossy plans are allowed, `joint` and `delay` run after them, or what is named in their place.
+        passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`, as text or as passes.
+            Exact passes run first; where lossy plans are allowed, `joint` and `delay` run after them, or what is named
+            in their place.
         after_pass: called with (name, schedule, seconds) after each pass.
         solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
         solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
@@ -107,7 +108,7 @@ def optimize(
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     limit = check_solver(solver, solver_limit)
-    parsed = parse_passes(passes)
+    parsed = parse_passes(passes) if isinstance(passes, str) else passes
     exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay, compress, max_rank)
     exact_passes = with_options(exact_passes, memory_mib=check_memory(max_memory_mib))
     sharing = find_sharing(exact_passes)
@@ -233,7 +234,8 @@ def _notes(problem: Problem, plan: Plan, ddp_us: float) -> tuple[str, ...]:
     plan_us = plan.predicted.iteration_us if plan.predicted else ddp_us
     gain = 1.0 - plan_us / ddp_us if ddp_us > 0.0 else 0.0
     if gain < 0.0:
-        notes.append(f"{NO_GAIN}DDP's default buckets, which interleave dtypes, are predicted {-gain:.1%} shorter")
+        dtypes = ", which interleave dtypes," if problem.dtype_count > 1 else ""
+        notes.append(f"{NO_GAIN}DDP's default buckets{dtypes} are predicted {-gain:.1%} shorter")
     elif gain < NOTHING_TO_GAIN:
         notes.append(f"{NO_GAIN}the step is predicted {gain:.1%} shorter than with DDP's default buckets")
     return (*notes, *describe_norms(problem, plan.updates))

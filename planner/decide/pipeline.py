@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,12 @@ from typing import Any
 from planner.ir import Schedule, Synchronous
 from planner.model.problem import Problem
 from planner.passes import PASSES
-from planner.passes.base import Frontier, Pass, Result
+from planner.passes.base import Frontier, Pass, Pipeline, Result
 from planner.verify import verify
+from runtime.debug import asked_events
 from runtime.errors import InputError
+
+LOGGER = logging.getLogger("planner.decide")
 
 _SPEC = re.compile(r"\s*([a-z_]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
 
@@ -23,8 +27,8 @@ AfterPass = Callable[[str, Schedule, float], None]
 """(name of the pass, its result, seconds it took)."""
 
 
-def parse_passes(text: str) -> tuple[Pass, ...]:
-    """Passes from text such as `merge{labels=4}`.
+def parse_passes(text: str) -> Pipeline:
+    """Return the passes of a text such as `merge{labels=4}`.
 
     Raises:
         InputError: unknown pass or option (lists the known ones), or a value of another type than the option's.
@@ -37,7 +41,7 @@ def parse_passes(text: str) -> tuple[Pass, ...]:
             raise InputError(f"--passes: cannot read {text[position:]!r}, expected for example merge{{labels=8}}")
         passes.append(_make_pass(match[1], match[2] or ""))
         position = match.end()
-    return tuple(passes)
+    return Pipeline(passes)
 
 
 def _make_pass(name: str, options: str) -> Pass:
@@ -100,8 +104,11 @@ def run_passes(
             frontier=_joined(before.frontier, result.frontier),
         )
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+        seconds = time.perf_counter() - started
         if after_pass is not None:
-            after_pass(current.name, schedule, time.perf_counter() - started)
+            after_pass(current.name, schedule, seconds)
+        if "schedule" in asked_events():
+            LOGGER.debug("after %s (%.1f ms):\n%s", current, seconds * 1e3, schedule)
     return result
 
 

@@ -74,7 +74,7 @@ def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, 
             f"which work with DDP do not ({page('concepts/sharded-step')}); expected --allow {SHARDED_STEP} beside it: "
             f"add that, or leave step=always out"
         )
-    return tuple(replace(sharing, step="never") if sharing and each.decides_update else each for each in passes)
+    return tuple(replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in passes)
 
 
 def choose_over_sharded(shared: Plan, riskier: Plan, *, memory_requires_sharding: bool, batch_prep_us: float) -> Plan:
@@ -107,7 +107,7 @@ def alternative(
     """The best exact schedule that shares the step where `schedule`, made of `start`, does not, or the reverse."""
     if not schedule.mode.shares_update:
         return None if sharing is None else sharing.shared_step(replace(schedule, norms=None), problem)
-    apart = [each for each in passes if not isinstance(each, LateGathers)]
+    apart = [each for each in passes if not (isinstance(each, LateGathers) or each.required)]
     never = [replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in apart]
     return run_passes(never, start, problem).schedule
 

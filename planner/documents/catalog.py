@@ -1,4 +1,4 @@
-"""Profiles and clusters by name: the documents that ship with the package, in `profiles/`.
+"""Profiles and clusters by name: the documents that ship with the package, `profiles/` of the repository.
 
 A name is that of a file without its ending; `MODEL@CLUSTER` is a model on a cluster. A path that exists wins over a
 name, on either side of the `@`. Never imports torch.
@@ -17,8 +17,10 @@ from runtime.plan.files import checked_path
 
 Kind = Literal["model", "cluster"]
 
-# Beside this package, in a checkout as in an installed wheel; found by place, for a folder named `profiles` is common.
-FOLDER = Path(__file__).resolve().parents[2] / "profiles"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "profiles"
+FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "profiles"
+"""The documents: a wheel has them inside of the package; a checkout, also installed as editable, has them beside it."""
 
 MAX_SUGGESTIONS = 3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -94,7 +94,10 @@ class Result:
 
 
 class Pass:
-    """Made a frozen dataclass by every pass; the fields are its options on the command line."""
+    """Made a frozen dataclass by every pass; the fields are its options on the command line.
+
+    `str` gives the text that `--passes` reads, with the options that are not as by default: `merge{labels=4}`.
+    """
 
     name: ClassVar[str]
     accuracy: ClassVar[Accuracy] = "exact"
@@ -103,6 +106,8 @@ class Pass:
     """What a relaxed one does, in a word or two."""
     interface: ClassVar[str] = ""
     """What its results ask of the script (`runtime.plan.interfaces`), where it runs only if that is allowed."""
+    required: ClassVar[bool] = False
+    """Whether its schedule is the plan's, however long its step is."""
     decides_update: ClassVar[bool] = False
     """Whether it decides what ranks share of the update; the others do not see that."""
 
@@ -111,6 +116,21 @@ class Pass:
         """The lossy codecs that it may choose."""
         return frozenset()
 
+    def __str__(self) -> str:
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}  # type: ignore[arg-type]
+        # A comma ends an option of the text; what lists names of several kinds also takes `|`.
+        given = [f"{name}={value}".replace(",", "|") for name, (value, usual) in values.items() if value != usual]
+        return f"{self.name}{{{','.join(given)}}}" if given else self.name
+
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """A new schedule; never worse in predicted step time than the one given."""
         raise NotImplementedError
+
+
+class Pipeline(tuple[Pass, ...]):
+    """Passes in the order in which they run; `str` gives the text that `--passes` reads."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))

@@ -69,12 +69,7 @@ class ShardUpdates(Pass):
             return Result(schedule=whole)
         found = self.shared_step(whole, problem)
         if found is not None and self.takes(whole, found, problem):
-            bound = Bound(
-                step_us=problem.compute_end_us + own_update_us(problem),
-                method="search over buckets of a step that ranks share",
-                note="the bound is computation alone",
-            )
-            return Result(schedule=found, bound=bound)
+            return Result(schedule=found, bound=shared_bound(problem))
         if not problem.norm_layers or problem.ranks == 1:
             return Result(schedule=whole)
         owners = partition_of(problem, self.method).owners
@@ -113,6 +108,15 @@ class ShardUpdates(Pass):
         if optimizer is not None and optimizer.state_bytes is None:
             return "the profile does not say what the optimizer keeps: profile again"
         return ""
+
+
+def shared_bound(problem: Problem) -> Bound:
+    """Return the bound of steps that ranks share."""
+    return Bound(
+        step_us=problem.compute_end_us + own_update_us(problem),
+        method="search over buckets of a step that ranks share",
+        note="the bound is computation alone",
+    )
 
 
 def _dropped(problem: Problem, schedule: Schedule) -> Schedule:

@@ -13,6 +13,7 @@ from runtime.comm.communicator import (
     StreamCommunicator,
 )
 from runtime.comm.staged_communicator import DeviceLane, StagedCommunicator
+from runtime.comm.traced import traced
 from runtime.comm.world import World
 from runtime.torch_compat import backend_of
 
@@ -32,8 +33,11 @@ def make_communicator(
     """
     if world.group is None:
         return NullCommunicator()
+    made: Communicator
     if device.type != "cuda":
-        return HostCommunicator(world, collectives, whole, across_steps=across_steps)
-    if backend_of(world.group, device) == THROUGH_HOST:
-        return StagedCommunicator(world, collectives, DeviceLane(device), DeviceLane(device), whole)
-    return StreamCommunicator(world, collectives, device, whole)
+        made = HostCommunicator(world, collectives, whole, across_steps=across_steps)
+    elif backend_of(world.group, device) == THROUGH_HOST:
+        made = StagedCommunicator(world, collectives, DeviceLane(device), DeviceLane(device), whole)
+    else:
+        made = StreamCommunicator(world, collectives, device, whole)
+    return traced(made, (whole or world).rank)

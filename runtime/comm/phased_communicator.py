@@ -20,6 +20,7 @@ from runtime.comm.collectives.phases import Phase, Works
 from runtime.comm.communicator import CommTiming, Communicator, Payload, mark_on, nothing, raise_failure
 from runtime.comm.threaded_communicator import ThreadedCommunicator
 from runtime.comm.topology import LinkName, Topology
+from runtime.comm.traced import traced
 from runtime.comm.world import Grid
 from runtime.plan import Plan, PlanBucket
 from runtime.torch_compat import wait_for
@@ -251,5 +252,5 @@ def make_phased_communicator(grid: Grid, plan: Plan, device: torch.device) -> Co
     """Make the communicator of a plan with collectives of several phases."""
     phases = [phases_of(bucket, grid.topology) for bucket in plan.buckets]
     if device.type == "cuda":
-        return PhasedStreamCommunicator(grid, phases, device, plan.phase_order)
-    return PhasedHostCommunicator(grid, phases, plan.phase_order)
+        return traced(PhasedStreamCommunicator(grid, phases, device, plan.phase_order), grid.world.rank)
+    return traced(PhasedHostCommunicator(grid, phases, plan.phase_order), grid.world.rank)

@@ -7,10 +7,9 @@ for the thread, and then on the device, only at its end. Ranks may share a devic
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -55,17 +54,6 @@ class DeviceLane:
     def join(self, mark: Any) -> None:
         if isinstance(mark, torch.cuda.Event):
             torch.cuda.current_stream(self._device).wait_event(mark)
-
-
-class HostLane:
-    """A CPU has none: what is called is done when the call returns. For tests, and to see what a device would do."""
-
-    mark = staticmethod(time.perf_counter)
-
-    def after(self, mark: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def join(self, mark: float) -> None: ...
 
 
 CARRYING = ("staged",)

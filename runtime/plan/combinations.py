@@ -30,8 +30,8 @@ _ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK)
 COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SYNCHRONOUS: {},
     SHARDED: {
-        **dict.fromkeys(_ONLY_DENSE, "ranks that share the optimizer's step push dense"),
-        SHARED_NORMS: "norms need whole layers, and ranks that share the step have parts",
+        **dict.fromkeys(_ONLY_DENSE, "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"),
+        SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step ranks have parts",
         SOLVER: "its model is of all-reduces, and here ranks share the optimizer's step "
         "(leave out --allow sharded-step)",
     },

@@ -29,17 +29,17 @@ def checked_path(path: object) -> str:
     return name
 
 
-def read_text(path: str | Path) -> str:
-    """Return the text of a regular file in UTF-8, with or without a byte order mark. Raises InputError."""
+def read_text(path: str | Path, expected: str = "a JSON file") -> str:
+    """Return the text of a regular file in UTF-8, with or without a byte order mark; `expected` is what messages call
+    it. Raises InputError.
+    """
     name = checked_path(path)
     try:
         found = os.stat(name)
         if stat.S_ISDIR(found.st_mode):
-            raise InputError(f"{name}: found a directory, expected a JSON file; check the path")
+            raise InputError(f"{name}: found a directory, expected {expected}; check the path")
         if not stat.S_ISREG(found.st_mode):  # a pipe may be silent for ever, a device never end
-            raise InputError(
-                f"{name}: found a pipe or device, expected a JSON file; write the document to a file first"
-            )
+            raise InputError(f"{name}: found a pipe or device, expected {expected}; write the document to a file first")
         if found.st_size > MAX_FILE_BYTES:
             raise InputError(
                 f"{name}: found {found.st_size} bytes, expected at most {MAX_FILE_BYTES}; check that it is the right "
@@ -50,7 +50,7 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"{name}: no such file; check the path") from None
     except OSError as error:
         raise InputError(
-            f"{name}: cannot be read: {error.strerror}; expected a JSON file: check the path and its permissions"
+            f"{name}: cannot be read: {error.strerror}; expected {expected}: check the path and its permissions"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(

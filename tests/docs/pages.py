@@ -14,7 +14,11 @@ from started import PATHS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    {ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[!.]*/README.md")}
+    {
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("[!.]*/README.md"),
+    }
 )
 BLOCK = re.compile(r"(?:^<!-- (?:file: (\S+)|(run)) -->\n)?^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 

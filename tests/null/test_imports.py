@@ -29,7 +29,8 @@ DECIDING = (
     "planner/strategies/*.py", "planner/passes/*.py", "planner/fsdp2/*.py", "planner/decide/*.py", "planner/emit/*.py",
     "planner/export/*.py", "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
-    "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/plan/*.py",
+    "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/debug.py",
+    "runtime/plan/*.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed: whole folders, but for one file that needs
 torch."""
@@ -162,7 +163,7 @@ ORDER = {
         "rehearse", "cli", "__main__", "__init__",
     ),
     "runtime": (
-        "errors", "version", "pages", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse",
+        "errors", "version", "pages", "debug", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse",
         "optimizers", "modes", "delay", "sharded", "checks", "fully_sharded", "session", "datacache", "local_async",
         "__init__",
     ),

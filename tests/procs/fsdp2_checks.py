@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp2_recorder import record_collectives
 from step_checks import raised
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +27,6 @@ from planner.profile.units import LiveBytes, candidate_units, measure_units
 from runtime.comm.world import World
 from runtime.fully_sharded.hosts import overlap_on_hosts
 from runtime.fully_sharded.messages import PIECE_BYTES, SerialMessages
-from runtime.fully_sharded.recorder import record_collectives
 from runtime.plan import FullyShardPlan, ModelReference, Plan, PlanWorld
 from runtime.plan.fully_sharded import nesting_order
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -20,12 +20,23 @@ import torch.distributed as dist
 
 from runtime.comm.collectives.direct import library_all_reduce
 from runtime.comm.communicator import CommTiming, NullCommunicator, Payload
-from runtime.comm.staged_communicator import HostLane, StagedCommunicator
+from runtime.comm.staged_communicator import StagedCommunicator
 from runtime.comm.world import World
 from runtime.core.buckets import Message
 from runtime.errors import CommunicationError
 
 MAKERS = ("runtime.modes.base", "runtime.sharded.exchange", "runtime.delay.nodes")
+
+
+class HostLane:
+    """A `Lane` of a CPU, where what is called is done when the call returns."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def after(self, mark: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self, mark: float) -> None: ...
 
 
 def make(world: World, collectives: Any, device: torch.device, whole: World | None = None, **_: Any) -> Any:

@@ -36,7 +36,10 @@ def test_the_wheel_holds_code_data_and_licence(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {name for name in tracked if name.startswith(("planner/", "runtime/")) and name.endswith(".py")}
     assert code <= names
-    assert {name for name in tracked if name.startswith(("profiles/clusters/", "profiles/models/"))} <= names
+    assert {f"planner/{name}" for name in tracked if name.startswith("profiles/")} <= names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name and ".data/" not in name} == {
+        "planner", "runtime"
+    }  # fmt: skip
     assert {f"planner/report/page.{kind}" for kind in ("css", "html", "js")} <= names
     assert {"planner/py.typed", "runtime/py.typed"} <= names
     assert any(name.endswith("LICENSE") for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from planner.cost.low_rank import low_rank_lines
 from planner.cost.wire import WIDE_BYTES
 from planner.documents.text import mib, pluralize
-from planner.ir import Bucket, Schedule
+from planner.ir import Bucket, Codec, Schedule
 from planner.model.codecs.codec import (
     BucketOf,
     CodecModel,
@@ -55,6 +56,11 @@ class LowRank(CodecModel):
 
     def __str__(self) -> str:
         return f"{self.name} rank={self.rank}"
+
+    @classmethod
+    def parse(cls, text: str) -> Codec | None:
+        match = re.fullmatch(r"powersgd rank=([1-9][0-9]{0,8})", text)
+        return None if match is None else cls(int(match[1]))
 
     def spend(self, problem: Problem, bucket: Bucket) -> Spending:
         """Return left factors, and what needs their sums, as one message: nothing is sent between them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.documents.text import mib, pluralize
-from planner.ir import Bucket, Schedule
+from planner.ir import Bucket, Codec, Schedule
 from planner.model.codecs.codec import (
     BucketOf,
     CodecModel,
@@ -65,6 +66,13 @@ class TopK(CodecModel):
     def __str__(self) -> str:
         text = f"{self.name} k={self.k}"
         return text if self.ks is None else f"{text} ks={','.join(map(str, self.ks))}"
+
+    @classmethod
+    def parse(cls, text: str) -> Codec | None:
+        match = re.fullmatch(r"topk k=([0-9]{1,12})(?: ks=([0-9]{1,12}(?:,[0-9]{1,12})*))?", text)
+        if match is None:
+            return None
+        return cls(int(match[1]), None if match[2] is None else tuple(map(int, match[2].split(","))))
 
     @property
     def by_layer(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.cost.wire import DTYPES, encoding, ratio_of
 from planner.documents.text import mib, pluralize
-from planner.ir import Bucket, Schedule
+from planner.ir import Bucket, Codec, Schedule
 from planner.model.codecs.codec import (
     BucketOf,
     CodecModel,
@@ -49,6 +50,11 @@ class Wire(CodecModel):
 
     def __str__(self) -> str:
         return f"{self.name} dtype={self.dtype}"
+
+    @classmethod
+    def parse(cls, text: str) -> Codec | None:
+        match = re.fullmatch(r"wire dtype=([a-z0-9_]+)", text)
+        return None if match is None else cls(match[1])
 
     def spend(self, problem: Problem, bucket: Bucket) -> Spending:
         """Return phases of fewer bytes; the network waits for what owners do between the two shots."""

@@ -4,6 +4,7 @@ k-th. `planner.model.delay` finds the steady state.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,11 @@ class Delayed(Mode):
 
     def __str__(self) -> str:
         return f"delay k={self.k}"
+
+    @classmethod
+    def parse(cls, line: str) -> Mode | None:
+        match = re.fullmatch(r"delay k=([1-9][0-9]{0,8})", line)
+        return None if match is None else cls(int(match[1]))
 
 
 def delay_of(schedule: Schedule) -> int:

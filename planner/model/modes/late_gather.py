@@ -13,13 +13,14 @@ Computation and gathers slow each other down as the all-reduce of as many bytes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
-from planner.ir import Bucket, Mode, Schedule, format_indices
+from planner.ir import Bucket, Mode, Schedule, format_indices, parse_indices
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
 from planner.model.forward import needs
@@ -53,6 +54,13 @@ class LateGather(sharded.Sharded):
         if self.gathers is None:
             return "late_gather"
         return f"late_gather {';'.join(format_indices(sorted(group)) for group in self.gathers)}"
+
+    @classmethod
+    def parse(cls, line: str) -> Mode | None:
+        match = re.fullmatch(r"late_gather ([0-9,;-]+)", line)
+        if match is None:
+            return super().parse(line)
+        return cls(tuple(parse_indices(group)[::-1] for group in match[1].split(";")))
 
     def fitted(self, buckets: int) -> Mode:
         """The same for a schedule of so many buckets."""

@@ -17,6 +17,7 @@ done than one, and a layer's gradients of weights cost half of its backward.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,7 +28,7 @@ import numpy as np
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
 from planner.documents.text import ms, pluralize
-from planner.ir import Mode, Schedule, format_indices
+from planner.ir import Mode, Schedule, format_indices, parse_indices
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
@@ -74,6 +75,28 @@ class LocalUpdaters(Mode):
     def __str__(self) -> str:
         text = f"updaters {self.count}{' wait' if self.waits else ''} every {self.average_every},{self.then_every}"
         return f"{text} blocks {';'.join(map(format_indices, self.blocks))}" if self.stops is not None else text
+
+    @classmethod
+    def parse(cls, line: str) -> Mode | None:
+        match = _TEXT.fullmatch(line)
+        if match is None:
+            return None
+        count, waits, every, then_every, text = match.groups()
+        blocks = [parse_indices(block) for block in text.split(";")] if text else []
+        stops = tuple(block[-1] + 1 for block in blocks) or None
+        mode = cls(
+            count=int(count),
+            stops=stops,
+            average_every=int(every),
+            then_every=int(then_every),
+            waits=waits is not None,
+        )
+        return mode if str(mode) == line else None  # blocks that do not follow one another
+
+
+_TEXT = re.compile(
+    r"updaters ([1-9][0-9]{0,8})( wait)? every ([1-9][0-9]{0,8}),([1-9][0-9]{0,8})(?: blocks ([0-9,;-]+))?"
+)
 
 
 def updaters_of(schedule: Schedule) -> LocalUpdaters:

@@ -46,6 +46,10 @@ class Sharded(Mode):
     def __str__(self) -> str:
         return self.name
 
+    @classmethod
+    def parse(cls, line: str) -> Mode | None:
+        return cls() if line == str(cls()) else None
+
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
     return exchange_step_us(problem, schedule.buckets, exchange(problem, schedule))

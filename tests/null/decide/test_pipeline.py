@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import pytest
 from builders import line_problem, problems, usual_profile
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_text import parse_indices, parse_schedule
 
 from planner.decide import pipeline
 from planner.decide.pipeline import parse_passes, run_passes
-from planner.ir import Bucket, Dense, Schedule, format_indices
+from planner.ir import Bucket, Dense, Schedule, format_indices, parse_indices
 from planner.model.codecs import LowRank, TopK, Wire
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.passes import PASSES
-from planner.passes.base import Pass, Result
+from planner.passes.base import Pass, Pipeline, Result
+from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -153,6 +154,30 @@ def test_wrong_pass_specs(text: str, message: str) -> None:
     with pytest.raises(InputError, match="--passes: ") as caught:
         parse_passes(text)
     assert caught.match(message)
+
+
+@st.composite
+def options_of(draw: st.DrawFn, name: str) -> Pass:
+    """A pass of the registry, some of its numbers and lists not as by default."""
+    made = PASSES[name]()
+    lists = {"compress": st.lists(st.sampled_from(["wire", "lowrank", "sparse"]), min_size=1, unique=True)}
+    chosen: dict[str, Any] = {}
+    for field in fields(made):  # type: ignore[arg-type]
+        kinds = {int: st.integers(1, 10**6), float: st.floats(1.0, 1e9), str: st.just(field.default)}
+        value = lists[field.name].map("|".join) if field.name in lists else kinds[type(field.default)]
+        if draw(st.booleans()):
+            chosen[field.name] = draw(value)
+    return replace(made, **chosen)  # type: ignore[type-var]
+
+
+@given(st.lists(st.sampled_from(sorted(PASSES)).flatmap(options_of), max_size=4).map(Pipeline))
+def test_pipelines_print_what_is_parsed(passes: Pipeline) -> None:
+    assert parse_passes(str(passes)) == passes
+
+
+def test_a_comma_in_an_option_is_printed_so_that_it_can_be_read() -> None:
+    assert str(Joint(compress="wire,sparse")) == "joint{compress=wire|sparse}"
+    assert str(parse_passes(" merge { labels = 4 } , topology")) == "merge{labels=4},topology"
 
 
 @pytest.mark.parametrize("name", PASSES)

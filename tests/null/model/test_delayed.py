@@ -14,7 +14,6 @@ import pytest
 from builders import cluster_document, make, problems, profile_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 
 from planner.cost.ssd import Terms, mean_step_us
 from planner.decide.simulate import idle_us
@@ -31,6 +30,7 @@ from planner.model.modes import delayed as mode
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.verify import VerifyError, verify
 
 STEPS = st.integers(1, 5)

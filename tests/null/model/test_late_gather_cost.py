@@ -14,7 +14,6 @@ import pytest
 from builders import halves_cluster, make, profile_document, run, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 
 from planner.comparison.variants import make_variants
 from planner.decide.optimize import optimize
@@ -38,6 +37,7 @@ from planner.model.modes.late_gather import (
 )
 from planner.model.modes.sharded import Sharded, flags_us
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.passes import late_gather as late_gather_pass
 from planner.passes.late_gather import LateGathers, late_gathers
 from planner.report.figures import timeline_figure

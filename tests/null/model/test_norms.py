@@ -11,7 +11,6 @@ import torch
 from builders import cluster_document, make, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 from torch import nn
 
 from planner.decide.optimize import optimize
@@ -23,6 +22,7 @@ from planner.model.engine import run
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.model.step_ops import step_ops
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.norms import measure_norms

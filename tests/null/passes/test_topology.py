@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import cluster_document, every_choice, line_problem, make, profile_document, two_nodes
-from schedule_text import at_ratios
+from forms import at_ratios
 
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import sparse_reference
 from builders import cluster_document, make, profile_document
+from forms import at_ratios
 from hypothesis import given, settings
-from schedule_text import at_ratios
 from test_joint import RATIOS, sparse_problems
 
 from planner import optimize

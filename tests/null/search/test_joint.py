@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import sparse_reference
 from builders import add_matrix, cluster_document, make, problems, profile_document, random_problem
+from forms import at_ratios
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_text import at_ratios, parse_schedule
 
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster
@@ -23,6 +23,7 @@ from planner.model.codecs.topk import layer_bucket
 from planner.model.compression import make_limits, ratio_limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem, make_problem
+from planner.model.schedule_text import parse_schedule
 from planner.model.spending import spending
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import cluster_document, every_choice, make, profile_document, two_nodes
-from schedule_text import at_ratios
+from forms import at_ratios
 
 from planner import optimize, simulate
 from planner.decide.strategies import MIXED, make_schedule

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import make, profile_document
-from schedule_text import parse_schedule
 
 from planner import simulate
 from planner.cli.app import main
@@ -20,6 +19,7 @@ from planner.ir import Bucket, Schedule
 from planner.model.codecs import TopK
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
+from planner.model.schedule_text import parse_schedule
 from planner.model.spending import spending
 from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify

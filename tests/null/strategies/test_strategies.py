@@ -20,12 +20,12 @@ from builders import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_text import parse_schedule
 
 from planner.decide.strategies import BASELINES, BOUNDED, RELAXED, STRATEGIES, accuracy_of, make_schedule
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
 from planner.verify import verify
 from runtime.errors import InputError
 

@@ -1,4 +1,4 @@
-"""The order in which FSDP2 sends its messages, recorded from a real run; nothing else about it changes."""
+"""Records the order in which FSDP2 sends its messages in a real run; nothing else about it changes."""
 
 from __future__ import annotations
 

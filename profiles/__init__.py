@@ -1,1 +1,0 @@
-"""Data: clusters that others measured, with their sources."""

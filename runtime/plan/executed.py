@@ -1,0 +1,92 @@
+"""What of a plan is executed: the part by which two plans train the same way or do not. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from runtime.plan.document import (
+    CompressorSpec,
+    ModelReference,
+    NormPlan,
+    Plan,
+    PlanBucket,
+    PlanWorld,
+    StepPlan,
+    UpdatePlan,
+)
+from runtime.plan.fully_sharded import FullyShardPlan
+
+USUAL_OPTIONS = {
+    "selector": "exact", "error_feedback": True, "rounding": "nearest", "links": "all", "block": 256,
+}  # fmt: skip
+"""Options of compressors → the value that leaving them out stands for."""
+
+_EXECUTED_FSDP2 = (
+    "groups", "forward_prefetch", "backward_prefetch", "reshard_after_forward", "shard_ranks",
+    "reduce_scatter_max_input_buffers", "reduce_dtype",
+)  # fmt: skip
+
+
+def executed_part(plan: Plan) -> Plan:
+    """Return the plan without what only its reader needs: names, predictions, reasons, notes, sources, alternatives.
+
+    What is spelt as it is by default is left out, so that two plans execute the same where their parts are equal.
+    """
+    accuracy, interface = plan.accuracy, plan.interfaces or None
+    order = plan.phase_order
+    if order is not None and list(order) == sorted(order, key=lambda entry: (sum(entry), entry[0])):
+        order = None
+    return Plan(
+        model=ModelReference(name="", fingerprint=plan.model.fingerprint),
+        world=PlanWorld(ranks=plan.world.ranks, nodes=plan.world.nodes),
+        accuracy=accuracy,
+        interface=interface,
+        buckets=tuple(map(executed_bucket, plan.buckets)),
+        fsdp2=None if plan.fsdp2 is None else _executed_fsdp2(plan.fsdp2),
+        delay=plan.delay,
+        local_async=plan.local_async and replace(plan.local_async, synchronous=plan.local_async.synchronous or None),
+        fallback=None if plan.fallback is None else executed_part(plan.fallback),
+        phase_order=order,
+        updates=_executed_updates(plan),
+    )
+
+
+def executed_bucket(bucket: PlanBucket) -> PlanBucket:
+    """Return a bucket without its size and reason, its compressor's options left out where they are the usual ones."""
+    spec = bucket.compressor
+    usual: dict[str, Any] = {name: None for name, value in USUAL_OPTIONS.items() if getattr(spec, name) == value}
+    # A density is of the whole bucket, and k is by layer, unless they say so themselves.
+    if spec.scope == ("bucket" if spec.k is None else "layer"):
+        usual["scope"] = None
+    return replace(bucket, compressor=replace(spec, **usual), size_bytes=None, reason=None)
+
+
+def spelled_options(spec: CompressorSpec) -> str:
+    """Return a compressor with its options as text: `topk k=fc:51,conv:120`."""
+    given = {each.name: getattr(spec, each.name) for each in fields(spec) if getattr(spec, each.name) is not None}
+    name = given.pop("name")
+    if "k" in given:
+        given["k"] = ",".join(f"{layer}:{count}" for layer, count in given["k"].items())
+    return " ".join([name, *(f"{option}={value}" for option, value in given.items())])
+
+
+def _executed_fsdp2(plan: FullyShardPlan) -> FullyShardPlan:
+    return FullyShardPlan(**{name: getattr(plan, name) for name in _EXECUTED_FSDP2})
+
+
+def _executed_updates(plan: Plan) -> UpdatePlan | None:
+    updates = plan.updates
+    norms = updates.norms if updates is not None else None
+    shared = None if norms is None or norms.shares is None else NormPlan(shares=norms.shares)
+    step = None
+    if updates is not None and updates.step is not None and updates.step.sharded:
+        gathers = plan.gathers
+        usual = tuple((bucket,) for bucket in reversed(range(len(plan.buckets))))
+        step = StepPlan(
+            sharded=True,
+            weights=updates.step.weights,
+            gather="forward" if gathers is not None else None,
+            gathers=None if gathers == usual else gathers,
+        )
+    return None if shared is None and step is None else UpdatePlan(norms=shared, step=step)
