@@ -116,7 +116,7 @@ def test_an_edited_schedule_is_planned_however_long_it_takes(
         ("", [], "no bucket holds the gradients 0-5"),
         ("[0-5] all_reduce/star none", [], "line 1: bucket 0"),
         ("[0-5] all_reduce/two_shot wire dtype=int3", ["--accuracy", "bounded"], "line 1: found [0-5]"),
-        ("[0-5] all_reduce/library zip", ["--accuracy", "bounded"], "line 1: found [0-5]"),
+        ("[0-5] all_reduce/library zip", ["--accuracy", "bounded"], "line 1: found '[0-5]"),
         ("[0-5] sparse/flat topk k=1000", [], "that is bounded; add --accuracy bounded"),
         ("delay k=4\n[0-5] all_reduce/library none", ["--accuracy", "bounded"], "that is relaxed"),
         ("sharded\n[0-5] all_reduce/library none", [], "needs sharded-step, expected one that is drop-in; add --allow"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
+from planner.model.codecs import DENSE, Form
 from planner.model.engine import Op, Ops, run
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
@@ -24,7 +25,6 @@ from planner.search.forms import LinkForms
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge_contended import end_us as contended_end_us
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay
-from planner.search.tables import Form
 from planner.strategies.topologies import phased_problem
 from runtime.plan.transports import TORUS_2D
 
@@ -119,7 +119,7 @@ def test_agrees_with_what_searches_rest_on(
     assert sent_us == pytest.approx(ran.end_us[ran.lanes["network"][-1]], rel=1e-9)
     phased = problem_of(rows, ranks_per_node=2)
     ran = run(step_ops(phased, Schedule.from_boundaries(stops, TORUS_2D)))
-    forms = LinkForms(phased, [Form("torus_2d")])
+    forms = LinkForms(phased, [Form(TORUS_2D, DENSE)])
     assert forms.end_us(choice_of(stops)) == pytest.approx(ran.total_us - phased.update_us, rel=1e-9)
 
 
@@ -157,7 +157,7 @@ def test_ops_that_wait_for_each_other_are_refused() -> None:
 def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list[tuple[int, float]]) -> None:
     """The search is no proof: it is held against all merges, and never loses more than a twentieth here."""
     problem = problem_of(rows, ranks_per_node=2)
-    found = simulate_schedule(problem, make_schedule(problem, TORUS_2D)).iteration_us
+    found = simulate_schedule(problem, make_schedule(problem, "torus_2d")).iteration_us
     cuts = range(1, problem.count)
     every = (
         simulate_schedule(problem, Schedule.from_boundaries([*chosen, problem.count], TORUS_2D)).iteration_us
