@@ -22,7 +22,7 @@ from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.errors import AdaptedWarning, PlanMismatch
 from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
-from runtime.plan.transports import FLAT, HITOPK, TORUS_2D, TWO_SHOT
+from runtime.plan.transports import FLAT, TORUS_2D, TWO_SHOT
 
 
 def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
@@ -81,7 +81,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
     notes = []
     for index, bucket in enumerate(adapted.buckets):
         density = bucket.compressor.density
-        if bucket.transport != HITOPK or density is None:
+        if not bucket.transport.by_shards or density is None:
             continue
         share = share_of(sum(parameters[name].numel() for name in bucket.gradients), topology.ranks_per_node)
         if math.floor(density * share) < 1:
@@ -91,7 +91,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
             )
     changed = [index for index, bucket in enumerate(plan.buckets) if _sends_less_between(bucket)]
     if changed and topology.num_nodes == 1:
-        wide = all(plan.buckets[index].transport == HITOPK for index in changed)
+        wide = all(plan.buckets[index].transport.by_shards for index in changed)
         what = "sparse/hitopk has nothing to leave out" if wide else "no links between nodes are"
         notes.append(
             f"all {topology.ranks_per_node} ranks are on one node, where {what}: "
@@ -104,7 +104,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
 
 
 def _sends_less_between(bucket: PlanBucket) -> bool:
-    return bucket.transport == HITOPK or is_narrow_between(bucket)
+    return bucket.transport.by_shards or is_narrow_between(bucket)
 
 
 def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket:
@@ -113,7 +113,7 @@ def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket
         return bucket
     if topology.num_nodes == 1:
         return bucket.sent_by(TORUS_2D, NO_COMPRESSION)
-    if bucket.transport == HITOPK:
+    if bucket.transport.by_shards:
         return bucket.sent_by(FLAT, bucket.compressor)
     return bucket.sent_by(TWO_SHOT, replace(bucket.compressor, links=None))
 

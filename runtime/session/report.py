@@ -110,8 +110,6 @@ class Report:
     rank: int
     ranks: int
     steps: int
-    iteration_us: float
-    """What the step takes without the script: the sum of forward, backward, waiting and update."""
     forward_us: float
     backward_us: float
     """From the end of forward to the end of autograd, the loss included."""
@@ -123,8 +121,6 @@ class Report:
     accumulated: Accumulated | None = None
     predicted_us: float | None
     """Of as many micro-batches as a step has, each as large as the profile's batch; None where that is not known."""
-    error: float | None
-    """predicted / measured − 1."""
     buckets: tuple[BucketReport, ...]
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
@@ -132,6 +128,17 @@ class Report:
     interfaces: tuple[str, ...] = ()
     cause: str | None = None
     """Why the step is not what was predicted, where it is far from that."""
+
+    @property
+    def iteration_us(self) -> float:
+        """Time of the step without the script: forward, backward, waiting and update."""
+        return self.forward_us + self.backward_us + self.wait_us + self.update_us
+
+    @property
+    def error(self) -> float | None:
+        """predicted / measured − 1."""
+        known = self.predicted_us is not None and self.iteration_us > 0.0
+        return self.predicted_us / self.iteration_us - 1.0 if known else None
 
     @property
     def timeline(self) -> Timeline:
@@ -353,27 +360,29 @@ def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float
 
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
-    norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None, *,
-    in_run: bool = False,
+    sends: str | None = None, *, in_run: bool = False,
 ) -> Report:  # fmt: skip
-    """Return means over the middle half of the recorded steps. `samples`: of lossy buckets by their index; `norms` and
-    `step`: what those took, where there are any; `sends`: the collective of all buckets, where the plan says another;
-    `in_run`: plans are made in the run.
+    """Return means over the middle half of the recorded steps, without the times of norms and of a sharded step.
+
+    Args:
+        plan: the plan of these steps.
+        recorder: has the marks of the steps.
+        world: the ranks.
+        samples: of compressed buckets, by their index.
+        sends: collective of all buckets; None: as the plan has it.
+        in_run: whether plans are made in the run.
     """
     steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
     middle = _middle(steps)
     kind = middle[0].kind if middle else (1, 1)
     forward_us, backward_us, wait_us, update_us = _means([one.parts for one in middle], 4)
-    iteration_us = forward_us + backward_us + wait_us + update_us
     predicted = plan.predicted.accumulated(*kind) if plan.predicted is not None else None
-    predicted_us = predicted.iteration_us if predicted is not None else None
     earlier_us = _means([one.earlier for one in middle], 3)
     return Report(
         model=plan.model,
         rank=world.rank,
         ranks=world.ranks,
         steps=sum(one.kind == kind for one in steps),
-        iteration_us=iteration_us,
         forward_us=forward_us,
         backward_us=backward_us,
         update_us=update_us,
@@ -383,11 +392,8 @@ def make_report(
             micro_batches=kind[0] - 1, exchanged=kind[1] - 1, forward_us=earlier_us[0], backward_us=earlier_us[1],
             wait_us=earlier_us[2],
         ),
-        predicted_us=predicted_us,
-        error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
+        predicted_us=None if predicted is None else predicted.iteration_us,
         buckets=tuple(_buckets(plan, predicted, middle, recorder.clock, samples or {}, sends)),
-        norms=norms,
-        step=step,
         interfaces=plan.interfaces,
         # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
         cause=_cause(plan, list(recorder.steps), recorder.clock, in_run=in_run) if kind == (1, 1) else None,

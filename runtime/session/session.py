@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -385,10 +386,9 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        return make_report(
-            self.plan, self.recorder, self.world, self.samples, self._norms.report(), self.mode.report(),
-            self.mode.sends, in_run=self.director is not None,
-        )  # fmt: skip
+        in_run = self.director is not None
+        report = make_report(self.plan, self.recorder, self.world, self.samples, self.mode.sends, in_run=in_run)
+        return replace(report, norms=self._norms.report(), step=self.mode.report())
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from runtime.comm.by_device import make_communicator
-from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.direct import by_message
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
@@ -47,7 +47,7 @@ class ReduceScatter(Launcher):
         `loss_scale` gives the factor of the losses, where there is one.
         """
         self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
-        self.communicator = make_communicator(world, [push_pull] * len(buckets), device)
+        self.communicator = make_communicator(world, [by_message] * len(buckets), device)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         rounded = plan.rounds_weights
         self.parts_of: list[list[OwnPart]] = []

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.by_device import make_communicator
-from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.direct import by_message
 from runtime.comm.collectives.exchange import all_gather
 from runtime.comm.collectives.phases import Works
 from runtime.comm.communicator import CommTiming, Communicator, Payload
@@ -173,7 +173,7 @@ class LateStep(ShardedStep):
         """Of every module that has parameters somewhere, the gathers of its own."""
         self._find_modules()
         self._communicator: Communicator = make_communicator(
-            self._gather_world, [push_pull] * len(self._gathers), device, world, across_steps=True
+            self._gather_world, [by_message] * len(self._gathers), device, world, across_steps=True
         )
         for gather in self._gathers:
             gather.remember()

@@ -5,7 +5,7 @@
     behind the last   ─▶ ranks tell each other whether the sums that they own are finite, so that the step counts for
                          all residuals or for none, on all ranks alike
 
-Each rank keeps one residual, of what it sends: this is the first shot of `runtime.sparse.compressed.TwoShots` alone.
+Each rank keeps one residual, of what it sends: this is the first shot of `runtime.sparse.narrowing.TwoShots` alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from runtime.core.buckets import BucketBuffer
 from runtime.core.usage import GatheredUsage
 from runtime.sharded.part import OwnPart
 from runtime.sparse.compressed import BucketResidual, NoResidual, all_finite
-from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.narrowing import NarrowEncoder
 from runtime.sparse.residuals import ErrorFeedbackState
-from runtime.sparse.samples import Rounding
 
 
 class NarrowPart(OwnPart):
@@ -37,21 +36,19 @@ class NarrowPart(OwnPart):
         super().__init__(bucket.messages[0], rank, ranks, rounded=rounded)
         self.feedback = BucketResidual(bucket) if compressor.error_feedback else NoResidual(bucket)
         self._compressor, self._cut = compressor, compressor.cut(self.numel, ranks, self.feedback.dtype)
-        device = self.feedback.device
-        self._rows = torch.zeros(ranks, self._cut.row_bytes, dtype=torch.uint8, device=device)
-        """What is sent: row r goes to rank r."""
-        self.watched, self.packed, self.k = Rounding(bucket, feedback=compressor.error_feedback), self, self.numel
+        self._encoder = NarrowEncoder(self.feedback, compressor, self._cut, rank)
+        self._rows = torch.zeros(ranks, self._cut.row_bytes, dtype=torch.uint8, device=self.feedback.device)
+        """Encoded gradients: row r goes to rank r."""
+        self.watched, self.k = self._encoder.watched(self.numel), self.numel
 
     @property
     def received_bytes(self) -> int:
         return max(self._rows.nbytes, self.narrow_weights_bytes)
 
     def pack(self, step: int) -> None:
-        feedback, gradient = self.feedback, self.message.flat[: self.numel]
-        self.watched.keep(gradient, feedback.unsent, step)
-        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, gradient.dtype))
-        seed = seed_of(f"sent\n{self.rank}\n{self.message.slots[0].name}", step)
-        self._compressor.compress(gradient, old, new, self._rows, self._cut, seed, swapped=swapped)
+        gradient = self.message.flat[: self.numel]
+        self.watched.keep(gradient, self.feedback.unsent, step)
+        self._encoder.encode_rows(gradient, self._rows, step)
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `OwnPart.phases`."""

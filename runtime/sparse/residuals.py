@@ -188,7 +188,7 @@ def merged(states: Sequence[State], rank: int, ranks: int) -> State:
 
 def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raise InputError where it is no state of a session with these parameters."""
-    if isinstance(one, dict) and "delay" in one:
+    if isinstance(one, dict) and one.get("delay") is not None:
         raise InputError(
             "found the state of a run with delay, expected one of a run without (on one rank alone no run has one): go "
             "on with the plan and the ranks that the run began with, or end the delay there first (session.switch to a "

@@ -144,6 +144,10 @@ class Selecting:
 
     def expect(self) -> None: ...
 
+    def keep(self, gradient: Tensor, unsent: Callable[[], Tensor], step: int) -> None: ...
+
+    def arrived(self, sums: Tensor) -> None: ...
+
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
         residual, sent = self._sums(group)
         total, went = _energy(residual + sent), _energy(sent)

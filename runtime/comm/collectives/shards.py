@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.direct import Narrowed, Packed, narrowed_all_reduce, sparse_flat
+from runtime.comm.collectives.direct import Narrowed, Packed
 from runtime.comm.collectives.phases import Phase, Works, gather, present, reduce_scatter
 from runtime.comm.topology import Topology
 from runtime.comm.world import Grid
@@ -50,27 +48,17 @@ class Shard:
     """Fills `own` when `between` has come."""
 
 
-def hitopk_phases(topology: Topology) -> tuple[Phase, ...]:
-    """The phases of HiTopKComm; what is selected is `runtime.sparse.hitopk`'s affair."""
-    return _phases("all_gather", sparse_flat, topology)
-
-
-def narrow_torus_phases(topology: Topology) -> tuple[Phase, ...]:
-    """The phases of the 2D torus with narrow dtypes between nodes; see `runtime.sparse.narrow_torus`."""
-    return _phases("all_reduce", narrowed_all_reduce, topology)
-
-
-def _phases(name: str, carry: Callable[[Any, dist.ProcessGroup], Works], topology: Topology) -> tuple[Phase, ...]:
-    """`carry`: what takes a shard's `between` over all nodes."""
-
-    def exchange(message: Shard, grid: Grid) -> Works:
-        group = grid.between.group
-        assert group is not None
-        yield from carry(message.between, group)
-        message.add_nodes()
-
-    first, second = Phase("reduce_scatter", "intra", _scatter), Phase(name, "inter", exchange)
+def shard_phases(name: str, topology: Topology) -> tuple[Phase, ...]:
+    """Return the phases of messages that are `Shard`s; `name`: of the phase between nodes."""
+    first, second = Phase("reduce_scatter", "intra", _scatter), Phase(name, "inter", _exchange)
     return present([first, second, Phase("all_gather", "intra", _gather)], topology)
+
+
+def _exchange(message: Shard, grid: Grid) -> Works:
+    group = grid.between.group
+    assert group is not None
+    yield from message.between.phases(group)
+    message.add_nodes()
 
 
 def _scatter(message: Shard, grid: Grid) -> Works:
