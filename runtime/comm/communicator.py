@@ -112,16 +112,16 @@ def failure_of(world: World, label: str, error: Exception) -> Exception:
     if isinstance(error, CommunicationError):
         return error
     if is_of_backend(error):
-        return describe_failure(world, label, error)
+        failure = describe_failure(world, label, error)
+        failure.__cause__ = error
+        return failure
     note(error, world, label)
     return error
 
 
 def raise_failure(world: World, label: str, error: Exception) -> NoReturn:
-    failure = failure_of(world, label, error)
-    if failure is error:
-        raise failure
-    raise failure from error
+    """Raise what a failed collective raises; see `failure_of`."""
+    raise failure_of(world, label, error)
 
 
 def describe_failure(world: World, label: str, error: BaseException) -> CommunicationError:
@@ -290,6 +290,38 @@ def _settle_all() -> None:
         time.sleep(SETTLING_S)  # the thread lets go of what it has called
 
 
+class StreamWorks:
+    """Works of the backend on a device's streams, until they have been waited for."""
+
+    def __init__(self, world: World) -> None:
+        """Name this rank by its number in `world` in errors."""
+        self._world, self._works = world, list[tuple[dist.Work, str]]()
+
+    def forget_completed(self) -> None:
+        """Keep the works that have not ended."""
+        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+
+    def start(self, works: Iterator[dist.Work], label: str) -> None:
+        """Start works one after the other on the current stream, which waits for each, not the host."""
+        try:
+            for work in works:
+                wait_for(work)
+                self._works.append((work, label))
+        except RuntimeError as error:
+            raise_failure(self._world, label, error)
+
+    def wait(self) -> None:
+        """Let the current stream wait for all of them. Raises CommunicationError."""
+        works, self._works = self._works, []
+        for work, label in works:
+            self.start(iter((work,)), label)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._works.clear()
+
+
 class StreamCommunicator:
     """CUDA tensors over a backend that queues collectives on a stream (NCCL): the host never waits for the device."""
 
@@ -298,24 +330,19 @@ class StreamCommunicator:
     ) -> None:
         self._world, self._collectives, self._whole = world, collectives, whole or world
         self._device, self._side = device, torch.cuda.Stream(device)
-        self._works: list[tuple[dist.Work, str]] = []
+        self._works = StreamWorks(self._whole)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None
-        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+        self._works.forget_completed()
         sent.launch = sent.start = mark_on(torch.cuda.current_stream(self._device))
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             prepare()
-            try:
-                for message in bucket.messages:
-                    for work in self._collectives[bucket.index](message, group):
-                        wait_for(work)  # makes the side stream wait, not the host
-                        self._works.append((work, bucket.label))
-            except RuntimeError as error:
-                raise_failure(self._whole, bucket.label, error)
+            for message in bucket.messages:
+                self._works.start(self._collectives[bucket.index](message, group), bucket.label)
         sent.end = mark_on(self._side)
 
     def wait(self, until: CommTiming | None = None) -> None:
@@ -323,13 +350,8 @@ class StreamCommunicator:
         if until is not None and isinstance(until.end, torch.cuda.Event):
             torch.cuda.current_stream(self._device).wait_event(until.end)
             return
-        works, self._works = self._works, []
         torch.cuda.current_stream(self._device).wait_stream(self._side)
-        for work, label in works:
-            try:
-                wait_for(work)
-            except RuntimeError as error:
-                raise_failure(self._whole, label, error)
+        self._works.wait()
 
     def close(self) -> None:
         self._works.clear()

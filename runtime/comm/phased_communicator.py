@@ -13,17 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from runtime.comm.collectives import collective_of, phases_in
 from runtime.comm.collectives.phases import Phase, Works
-from runtime.comm.communicator import CommTiming, Communicator, Payload, mark_on, nothing, raise_failure
+from runtime.comm.communicator import CommTiming, Communicator, Payload, StreamWorks, mark_on, nothing
 from runtime.comm.threaded_communicator import ThreadedCommunicator
 from runtime.comm.topology import LinkName, Topology
 from runtime.comm.traced import traced
 from runtime.comm.world import Grid
 from runtime.plan import Plan, PlanBucket
-from runtime.torch_compat import wait_for
 
 LINKS: tuple[LinkName, ...] = ("intra", "inter")
 Entry = tuple[int, int]
@@ -183,14 +181,14 @@ class PhasedStreamCommunicator:
         self._device, self._streams = device, {link: torch.cuda.Stream(device) for link in LINKS}
         self._buckets: dict[int, tuple[Payload, CommTiming]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
-        self._works: list[tuple[dist.Work, str]] = []
+        self._works = StreamWorks(grid.world)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         if self._queues.over(bucket.index):
             self.wait()
         prepare()
-        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+        self._works.forget_completed()
         sent.launch = sent.start = sent.end = mark_on(torch.cuda.current_stream(self._device))
         sent.phases.clear()
         self._buckets[bucket.index], self._events[bucket.index] = (bucket, sent), sent.launch
@@ -214,13 +212,8 @@ class PhasedStreamCommunicator:
         stream.wait_event(self._events[entry[0]])
         begun = mark_on(stream)
         with torch.cuda.stream(stream):
-            try:
-                for message in bucket.messages:
-                    for work in phase.run(message, self._grid):
-                        wait_for(work)  # makes the stream wait, not the host
-                        self._works.append((work, bucket.label))
-            except RuntimeError as error:
-                raise_failure(self._grid.world, bucket.label, error)
+            for message in bucket.messages:
+                self._works.start(phase.run(message, self._grid), bucket.label)
         sent.end = self._events[entry[0]] = mark_on(stream)
         sent.phases.append((phase.name, link, begun, sent.end))
         sent.start = sent.phases[0][2]
@@ -234,12 +227,7 @@ class PhasedStreamCommunicator:
             return
         for stream in self._streams.values():
             torch.cuda.current_stream(self._device).wait_stream(stream)
-        works, self._works = self._works, []
-        for work, label in works:
-            try:
-                wait_for(work)
-            except RuntimeError as error:
-                raise_failure(self._grid.world, label, error)
+        self._works.wait()
         self._queues.begin()
         self._buckets.clear()
         self._events.clear()

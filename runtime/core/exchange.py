@@ -45,7 +45,7 @@ class ErrorFeedback:
     def add_to(self, bucket: BucketBuffer) -> None:
         """Add to a bucket whose gradients are all there, and which is about to be sent."""
 
-    def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
+    def settle(self, wait: Callable[[BucketBuffer | None], None]) -> None:
         """Finish a step whose buckets have all been launched; `wait` returns when one has come, or all have."""
 
     def compresses(self, bucket: BucketBuffer) -> bool:

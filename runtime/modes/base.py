@@ -140,7 +140,8 @@ class Mode:
         One whose collectives have phases gets its communicator when it is put in place: all ranks have to be there.
         """
         plan, host = self.synchronous_plan, self.host
-        world, carried = host.world, ErrorFeedbackState(loss_scale=host.options.loss_scale)
+        world, scale = host.world, host.options.loss_scale
+        carried = ErrorFeedbackState(loss_scale=scale, parameters=host.parameters)
         buckets: list[BucketBuffer] = []
         communicator: Communicator = NullCommunicator()
         if host.options.communicate and not has_phases(plan):
@@ -149,11 +150,9 @@ class Mode:
         # One rank alone has no buckets: its `.grad`s are averages already.
         if world.ranks > 1 or not host.options.communicate:
             buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
-            carried = ErrorFeedbackState(buckets, lossy, host.options.loss_scale)
-        launcher = AllReduce(
-            buckets, flags, communicator, carried, host.parameters, host.recorder, ranks=world.ranks,
-            exact=plan.accuracy == "exact",
-        )  # fmt: skip
+            carried = ErrorFeedbackState(buckets, lossy, scale)
+        exact = plan.accuracy == "exact"
+        launcher = AllReduce(buckets, flags, communicator, carried, host.recorder, exact=exact)
         return Exchange(plan, host.parameters, buckets, launcher, carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:

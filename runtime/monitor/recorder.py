@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -22,42 +23,32 @@ KEPT_STEPS = 60
 USUAL_STEP_US = 1e5
 
 
+@dataclass(slots=True, eq=False)
 class StepMarks:
-    """The marks of one step; None where something did not happen."""
+    """Marks of one step, of so many buckets and gradients; None: it did not happen."""
 
-    __slots__ = (
-        "aligned",
-        "backward",
-        "backward_end",
-        "end",
-        "forward",
-        "forward_end",
-        "loss",
-        "micro_batches",
-        "ready",
-        "sent",
-        "update",
-        "update_end",
-    )
+    buckets: InitVar[int]
+    gradients: InitVar[int]
+    micro_batches: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """(forward, its end, end of backward) of the micro-batches before that only accumulated (`no_sync`)."""
+    forward: Any = None
+    forward_end: Any = None
+    loss: Any = None
+    """The loss is there, backward begins; only callers that know mark it."""
+    backward: Any = None
+    """The first gradient is ready."""
+    backward_end: Any = None
+    end: Any = None
+    """All gradients are averaged."""
+    aligned: Any = None
+    """Buffers are rank 0's."""
+    update: Any = None
+    update_end: Any = None
+    ready: list[Any] = field(init=False)
+    sent: list[CommTiming] = field(init=False)
 
-    def __init__(self, buckets: int, gradients: int) -> None:
-        self.micro_batches: list[tuple[Any, Any, Any]] = []
-        """Forward, its end, and the end of backward, of those before that only accumulated (`no_sync`)."""
-        self.forward: Any = None
-        self.forward_end: Any = None
-        self.loss: Any = None
-        """The loss is there, backward begins; only where the caller says so."""
-        self.backward: Any = None
-        """The first gradient is ready."""
-        self.backward_end: Any = None
-        self.end: Any = None
-        """All gradients are averaged."""
-        self.aligned: Any = None
-        """Buffers are rank 0's."""
-        self.update: Any = None
-        self.update_end: Any = None
-        self.ready: list[Any] = [None] * gradients
-        self.sent: list[CommTiming] = [CommTiming() for _ in range(buckets)]
+    def __post_init__(self, buckets: int, gradients: int) -> None:
+        self.ready, self.sent = [None] * gradients, [CommTiming() for _ in range(buckets)]
 
 
 class Recorder:

@@ -31,10 +31,17 @@ class ErrorFeedbackState(ErrorFeedback):
 
     def __init__(
         self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, CompressedBucket] = MappingProxyType({}),
-        loss_scale: Callable[[], float] | None = None,
+        loss_scale: Callable[[], float] | None = None, parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the losses, where there is one."""
-        self._buckets, self.lossy = buckets, lossy
+        """Begin with residuals of zeros.
+
+        Args:
+            buckets: of the exchange; a rank alone has none.
+            lossy: the compressed ones, by index.
+            loss_scale: returns the factor of the losses; None: they have none.
+            parameters: of a rank alone, by name: pending residuals are added to their `.grad`.
+        """
+        self._buckets, self.lossy, self._parameters = buckets, lossy, parameters
         self._pending: dict[str, Tensor] = {}
         """Of gradients whose buckets keep no residual: what has yet to be sent of earlier ones."""
         self.steps = 0
@@ -76,7 +83,7 @@ class ErrorFeedbackState(ErrorFeedback):
         if bucket.index in self.lossy:
             self.lossy[bucket.index].pack(self.steps)
 
-    def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
+    def settle(self, wait: Callable[[BucketBuffer | None], None]) -> None:
         """See `ErrorFeedback.settle`; of a rank alone, which has no buckets, gradients get what is pending."""
         finite = []
         for index, lossy in self.lossy.items():
@@ -91,12 +98,12 @@ class ErrorFeedbackState(ErrorFeedback):
         ]
         if not self._buckets:
             for name, part in self._pending.items():
-                parameter = parameters[name]
+                parameter = self._parameters[name]
                 if parameter.grad is not None:
                     parameter.grad.add_(part)
                 elif bool(part.any()):
                     parameter.grad = part.to(parameter.dtype)
-            finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
+            finite = [all_finite(p.grad) for p in self._parameters.values() if p.grad is not None]
         self.count(torch.stack(finite).all() if finite else torch.tensor(True))
 
     def count(self, finite: Tensor) -> None:
