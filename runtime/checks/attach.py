@@ -34,11 +34,11 @@ class ModelFacts:
     """A model as ranks compare it."""
 
     parameters: dict[str, nn.Parameter]
-    """Those that ranks train together, by canonical name; none where there is a `problem`."""
+    """Parameters that ranks train together, by canonical name; none if there is a `problem`."""
     fingerprint: str
-    """Of their names, shapes and dtypes."""
+    """Fingerprint of their names, shapes and dtypes."""
     problem: str | None
-    """Why no plan can drive the model."""
+    """Reason why no plan can drive the model, or None."""
 
     @classmethod
     def of(cls, model: nn.Module, also: Iterable[nn.Parameter] = ()) -> Self:

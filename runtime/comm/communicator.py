@@ -32,23 +32,23 @@ its neighbour in every phase; meanwhile another one uses the link.
 """
 
 EXIT_S, SETTLING_S = 5.0, 0.01
-"""How long the end of a script waits for messages on their way, and how often it looks."""
+"""Seconds for which the end of a script waits for messages in flight, and between two looks at them."""
 
 
 @dataclass(eq=False)
 class Payload:
-    """One bucket on its way."""
+    """One bucket in flight."""
 
     index: int
-    """The bucket's, by which its collective is found."""
+    """Index of the bucket, by which its collective is found."""
     label: str
     messages: Sequence[Any]
-    """What its collective gets, one after the other; see `runtime.comm.collectives.Collective`."""
+    """Messages of its collective, one after the other; see `runtime.comm.collectives.Collective`."""
 
 
 @dataclass(slots=True)
 class CommTiming:
-    """When one bucket was sent; marks of the session's clock, None where unknown."""
+    """Marks of the session's clock when one bucket was sent; None: unknown."""
 
     launch: Any = None
     start: Any = None
@@ -59,7 +59,7 @@ class CommTiming:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One message on its way."""
+    """One message in flight."""
 
     bucket: Payload
     message: Any
@@ -75,20 +75,20 @@ class _Task:
 
 
 def nothing() -> None:
-    """What a bucket needs whose messages are filled already."""
+    """Do nothing: the messages of the bucket are filled already."""
 
 
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """Hand the bucket over; returns at once. Fills `sent`. `prepare` fills the messages, on a device beside what is
-        computed there.
+        """Launch a bucket and return at once; fills `sent`. `prepare` fills the messages, on a device concurrently with
+        computation.
         """
         ...
 
     def wait(self, until: CommTiming | None = None) -> None:
-        """Return when every bucket launched so far, or that one, has come. Raises CommunicationError."""
+        """Block until the given bucket, or every bucket launched so far, is complete. Raises CommunicationError."""
         ...
 
     def close(self) -> None:
@@ -108,7 +108,9 @@ class NullCommunicator:
 
 
 def failure_of(world: World, label: str, error: Exception) -> Exception:
-    """Return what to raise where a collective failed: what others may have to do with it, or this process's error."""
+    """Return the error to raise for a failed collective: one that names other ranks as a possible cause, or this
+    process's.
+    """
     if isinstance(error, CommunicationError):
         return error
     if is_of_backend(error):
@@ -146,17 +148,19 @@ class HostCommunicator:
     def __init__(
         self, world: World, collectives: list[Collective], whole: World | None = None, *, across_steps: bool = False
     ) -> None:
-        """`across_steps`: whether messages may be on their way when a step ends, and with it a profiler's record."""
+        """Send buckets in a world; see `make_communicator`. `across_steps`: whether messages may be in flight when a
+        step ends, and with it a profiler's record.
+        """
         self._world, self._collectives, self._whole = world, collectives, whole or world
         self._recorded: Callable[[], AbstractContextManager[None]] = unprofiled if across_steps else nullcontext
         # Reentrant: the callback of a message that has ended already runs at once, inside `_start`.
         self._lock = threading.RLock()
         self._queue: deque[_Task] = deque()
         self._on_way: deque[_Task] = deque()
-        """In the order in which they were started; those that have ended leave it in this order."""
+        """Messages in flight, in the order in which they were started and leave the queue."""
         self._failure: Exception | None = None
         self._callbacks = 0
-        """How many the backend's thread has yet to call."""
+        """Number of callbacks that the backend's thread has yet to call."""
         to_settle.add(self)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
@@ -190,21 +194,21 @@ class HostCommunicator:
             self._ended(task, work)
 
     def close(self) -> None:
-        """Wait for what a backward that raised left on its way, then release the group."""
+        """Wait for messages that a backward that raised left in flight, then release the group."""
         self._drain()  # whoever waited for it first has told what failed
         # The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
         # process.
         self._world = self._whole = World()
 
     def settle(self, deadline: float) -> None:
-        """Start nothing more, and give the backend's thread until `deadline` (monotonic) for what is on its way."""
+        """Start nothing more, and give the backend's thread until `deadline` (monotonic) for messages in flight."""
         with self._lock:
             self._queue.clear()
         while self._callbacks > 0 and time.monotonic() < deadline:
             time.sleep(SETTLING_S)
 
     def _start(self) -> None:
-        """Start what may be on its way now; the lock is held."""
+        """Start the messages that may be in flight now; the lock is held."""
         while self._queue and self._failure is None:
             others = [task for task in self._on_way if not task.done]
             task = self._queue[0]

@@ -51,10 +51,14 @@ def default_order(counts: Sequence[int]) -> list[Entry]:
 
 
 class PhaseQueues:
-    """Which phase each kind of link takes next. A round is what is launched between two waits for everything."""
+    """Phases that intra-node and inter-node links take next. A round is what is launched between two waits for
+    everything.
+    """
 
     def __init__(self, links: Sequence[Sequence[LinkName]], order: Sequence[Entry] | None = None) -> None:
-        """`links`: of each bucket, the links of its phases. `order`: of all phases; default: see `default_order`."""
+        """Queue the phases of buckets. `links`: of each bucket, the links of its phases. `order`: of all phases;
+        default: see `default_order`.
+        """
         self._counts = [len(of) for of in links]
         order = default_order(self._counts) if order is None else order
         self.order = tuple(order)
@@ -67,14 +71,14 @@ class PhaseQueues:
         self._flushed = False
 
     def over(self, bucket: int) -> bool:
-        """Whether a bucket belongs to the next round: it has been launched in this one, or no more come."""
+        """Return whether a bucket belongs to the next round: it has been launched in this one, or no more come."""
         return bucket in self._done or self._flushed
 
     def launch(self, bucket: int) -> None:
         self._done[bucket] = 0
 
     def flush(self) -> None:
-        """No more buckets come in this round: those that have not come are not waited for."""
+        """End the round: buckets that have not been launched are not waited for."""
         self._flushed = True
 
     def next(self, link: LinkName) -> Entry | None:
@@ -90,13 +94,13 @@ class PhaseQueues:
         return None
 
     def done(self, link: LinkName) -> None:
-        """What `next` gave has ended."""
+        """Mark the phase that `next` returned as ended."""
         bucket, _ = self._queues[link][self._places[link]]
         self._places[link] += 1
         self._done[bucket] += 1
 
     def complete(self, bucket: int | None = None) -> bool:
-        """Whether all phases have ended, of one bucket or of all that were launched."""
+        """Return whether all phases have ended, of one bucket or of all that were launched."""
         buckets = self._done if bucket is None else [bucket]
         return all(self._done.get(one, 0) == self._counts[one] for one in buckets)
 

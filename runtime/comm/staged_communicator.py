@@ -28,7 +28,7 @@ class Lane(Protocol):
         ...
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Inside, the calling thread works in the lane, behind the mark and what the lane had before."""
+        """Let the calling thread work in the lane inside, behind the mark and the lane's earlier work."""
         ...
 
     def join(self, mark: Any) -> None:
@@ -68,8 +68,8 @@ class StagedCommunicator(ThreadedCommunicator[str, Filled]):
     def __init__(
         self, world: World, collectives: list[Collective], filling: Lane, carrying: Lane, whole: World | None = None
     ) -> None:
-        """`filling`: where messages are filled, by the calling thread; `carrying`: where they are carried and added
-        up.
+        """Send in a world. `filling`: lane in which the calling thread fills messages; `carrying`: lane in which they
+        are sent and summed.
         """
         super().__init__(world, CARRYING, whole)
         self._collectives, self._filling, self._carrying = collectives, filling, carrying

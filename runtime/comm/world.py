@@ -33,7 +33,7 @@ from runtime.torch_compat import (
 
 MIN_TIMEOUT_S = 30.0
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
-"""What may be given as a deadline: less fails on any busy machine, more is as good as none."""
+"""Range of deadlines in seconds: less fails on any busy machine, more is as good as none."""
 _CHUNK_BYTES = 64 * 1024 * 1024
 
 
@@ -94,21 +94,15 @@ def deadlines(
 
 
 _dropped: deque[dist.ProcessGroup] = deque()
-"""Of worlds that were collected."""
+"""Groups of worlds that were garbage-collected."""
 _private: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups that worlds have made, as long as they are in memory."""
 _of_parent: list[dist.ProcessGroup] = []
 
 
-def _keep_groups() -> None:
-    """In a forked process (a DataLoader worker) keep all groups: one that its garbage collector found would wait, when
-    it is taken down, for threads that a fork does not copy.
-    """
-    _of_parent.extend(_private)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_groups)
+# A forked process (a DataLoader worker) keeps all groups: one that its garbage collector found would wait, when it is
+# taken down, for threads that a fork does not copy.
+os.register_at_fork(after_in_child=lambda: _of_parent.extend(_private))
 
 
 @dataclass
@@ -121,7 +115,7 @@ class World:
     backend: str = "none"
     timeout_s: float = MIN_TIMEOUT_S
     notice_s: float | None = None
-    """After how many seconds a wait is long, so that this rank looks at others and says so; None: no wait is."""
+    """Seconds after which a wait is long, so that this rank looks at others and warns; None: no wait is."""
     noticed: bool = False
     """Whether a long wait has been said."""
     neighbours: tuple[RankProcess, ...] = ()
@@ -129,7 +123,7 @@ class World:
     last: str = ""
     """The last exchange that this rank completed: says in an error how far the ranks had got."""
     topology: Topology | str | None = None
-    """Which ranks share a node, or why that cannot be told; None where ranks have not agreed on it."""
+    """Ranks of each node, or the reason why they are not known; None: ranks have not agreed on them."""
     before_group: bool = False
     """Whether this process is alone, for torch.distributed had no process group yet."""
     _owned: bool = field(default=False, repr=False)
@@ -272,7 +266,7 @@ class World:
 
     @property
     def others(self) -> str:
-        """Who may have failed when a collective does: a name where there is only one."""
+        """Name of the ranks that may have failed when a collective does: a number if there is only one."""
         return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
 
     @contextmanager
@@ -401,13 +395,13 @@ def note(error: Exception, world: World, label: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a message of our own."""
+    """Return the first line of an error's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What has to be equal on all ranks before the first collective, and what is wrong on this one."""
+    """Facts that have to be equal on all ranks before the first collective, and the problem of this one."""
 
     version: str
     torch: str
@@ -418,10 +412,10 @@ class RankInfo:
     device: str = ""
     problem: str | None = None
     step: int = 0
-    """How many steps this rank has done with the session."""
+    """Number of steps that this rank has done with the session."""
     at_step: int = 0
     local_async: str = "null"
-    """What the plan says of local updaters, in words."""
+    """Local updaters of the plan, as text."""
     where: NodeInfo | None = None
     followed: str = ""
     """Fingerprint of the parameters and buffers that follow rank 0 at attach."""

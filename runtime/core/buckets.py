@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
 from sys import getrefcount
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ LARGE_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class Slot:
-    """One gradient's place."""
+    """The place of one gradient in a bucket."""
 
     name: str
     index: int
@@ -39,7 +40,7 @@ class Slot:
     """The gradient's part of the flat buffer, in the parameter's shape and strides."""
     address: int = field(init=False)
     _home: Tensor = field(init=False, repr=False)
-    """Another tensor of it, to which a script has no way."""
+    """Another tensor of the same memory, which scripts cannot reach."""
     bucket: BucketBuffer = field(init=False, repr=False)
     waiting: bool = True
     touched: bool = False
@@ -119,16 +120,9 @@ class Slot:
             self._part()
 
 
-class _Holder:
-    def __init__(self) -> None:
-        self.view = object()
-
-    def references(self) -> int:
-        return getrefcount(self.view)
-
-
-_ONLY_HERE = _Holder().references()
-"""What `getrefcount` says of an attribute that nothing else holds."""
+_holder = SimpleNamespace(view=object())
+_ONLY_HERE = getrefcount(_holder.view)
+"""Result of `getrefcount` for an attribute that nothing else holds."""
 
 
 @dataclass(eq=False, frozen=True)
@@ -147,17 +141,17 @@ class SavedGrad:
 
     @property
     def values_before(self) -> Tensor | None:
-        """What it was."""
+        """Values of `.grad` before the backward, or None."""
         before = self.values if self.values is not None else self.gradient
         return None if before is None else before.detach()
 
     def add(self) -> None:
-        """Add what it was to what has come."""
+        """Add the earlier values to the new average."""
         if self.values_before is not None:
             self.slot.view.add_(self.values_before)
 
     def give_back(self) -> None:
-        """Make `.grad` what it was."""
+        """Restore `.grad`."""
         if self.values is not None:
             self.slot.view.copy_(self.values)
         else:
@@ -173,7 +167,7 @@ class Message:
     slots: list[Slot]
     storage: torch.UntypedStorage = field(init=False, repr=False)
     scratch: Any = field(default=None, repr=False)
-    """What its collective keeps from step to step."""
+    """Memory that its collective keeps from step to step."""
 
     def __post_init__(self) -> None:
         self.place(self.flat)
@@ -199,10 +193,10 @@ class BucketBuffer:
     slots: list[Slot]
     messages: list[Message]
     label: str
-    """For messages to people: index, collective, first and last gradient."""
+    """Name in messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     payload: Payload = field(init=False)
-    """What its collective gets: its messages, unless a mode or a compressor has put something in their place."""
+    """Payload of its collective: its messages, or those that a mode or a compressor has put in their place."""
     small: list[Slot] = field(init=False)
     _small_runs: list[Tensor] = field(init=False, repr=False)
     """The parts of the flat buffers that small gradients fill without a gap."""
@@ -329,7 +323,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Part:
-    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
+    """One rank's part of a message of a bucket, which is cut into as many equal parts as there are ranks."""
 
     def __init__(self, message: Message, rank: int, ranks: int, share: int | None = None) -> None:
         """`share`: elements of a part; by default as few as there can be."""

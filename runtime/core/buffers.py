@@ -17,11 +17,11 @@ from runtime.errors import InputError
 from runtime.torch_compat import ModuleHook, hook_before_forward
 
 ALIGNMENT_BYTES = 16
-"""Of the largest element there is, so that any dtype may begin at a multiple of it."""
+"""Bytes of the largest element there is, so that any dtype may begin at a multiple of it."""
 
 RESHAPED, CHANGED = 0, 1
-"""What rank 0 says in the first bytes of a message: its buffers have another form than ranks agreed on, and no values
-follow; their values have changed since all ranks had the same.
+"""Bytes at the head of a message in which rank 0 reports: its buffers have another form than ranks agreed on, and no
+values follow; their values have changed since all ranks had the same.
 """
 
 Form = list[tuple[str, tuple[int, ...], str]]
@@ -67,7 +67,7 @@ class BufferSync:
         self._reshaped = False
         """Whether they have another form than ranks agreed on."""
         self._versions: list[int] | None = None
-        """Of the buffers, when they were aligned; None: they are others now."""
+        """Versions of the buffers when they were aligned; None: they are others now."""
 
     def install(self) -> list[Any]:
         """Hook the model's forward; returns the handles. Nothing to do without buffers or with one rank."""

@@ -26,15 +26,15 @@ from runtime.torch_compat import held_by_torch
 
 
 class ErrorFeedback:
-    """What an exchange carries from step to step: here nothing."""
+    """State that an exchange carries from step to step: here none."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is carried: on all ranks alike."""
+        """True if anything is carried; equal on all ranks."""
         return False
 
     steps = 0
-    """That have been carried over, also by exchanges before this one."""
+    """Number of steps since the run began, those of exchanges before this one included."""
 
     def read_scale(self) -> None:
         """Ask for the scale of the loss: before backward, for on a device the answer has to be waited for."""
@@ -65,16 +65,16 @@ class ErrorFeedback:
 
 
 class Launcher:
-    """How buckets are sent, and what becomes of `.grad`s then: one for each way of training."""
+    """Sends buckets and makes `.grad`s final; one class for each mode."""
 
     communicator: Communicator
     scale: float
-    """What gradients are multiplied by on their way into a bucket."""
+    """Factor of gradients when they are copied into a bucket."""
     usage: Usage | None = None
-    """What ranks tell each other behind the last bucket; None: nothing that counts for `.grad`s."""
+    """Usage flags that are sent behind the last bucket; None: none that count for `.grad`s."""
 
     def wait(self) -> None:
-        """Return when everything has come. Raises CommunicationError, on a host, where a rank has given the step up."""
+        """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank has given the step up."""
         self.communicator.wait()
         if self.usage is not None and self.usage.on_host and (gave_up := self.usage.given_up()):
             raise CommunicationError(
@@ -121,7 +121,7 @@ class Exchange:
         # Nothing happens before `install`. Without buckets (one rank) nothing is sent.
         self.plan, self.buckets, self.launcher, self.carried = plan, buckets, launcher, carried
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
-        """In readiness order."""
+        """Slots of all gradients, in readiness order."""
         self._views = ViewGuard(buckets)
         self._parameters, self._recorder, self._scale = parameters, recorder, launcher.scale
         self._saved: list[SavedGrad] = []
@@ -250,7 +250,7 @@ class Exchange:
             slot.touched = False
 
     def abort_backward(self) -> None:
-        """Give up the step of a backward that an exception ended, and wait for what is on its way. Raises
+        """Give up the step of a backward that an exception ended, and wait for messages in flight. Raises
         CommunicationError where others did not fail, and did not wait to know that this one did.
         """
         if self.open:
@@ -268,8 +268,8 @@ class Exchange:
             )
 
     def give_up(self) -> None:
-        """Send what has not been sent, whatever it is, with the word that an exception ended this rank's backward: so
-        ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
+        """Send all unsent buckets and set the flag that an exception ended this rank's backward: so ranks' collectives
+        stay in step, wherever in the backward each of them failed, and the other ranks raise.
 
         Nobody waits for what is on its way before the next backward, and a script zeroes gradients before that, maybe
         in place: `.grad`s leave the buckets, which are still written to.
@@ -322,7 +322,9 @@ class Exchange:
 def _gradient_ready(
     exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]
 ) -> None:
-    """The hook of each parameter's node; one Python frame, for it is all that a step costs for each gradient."""
+    """Take one gradient: the hook of each parameter's node, in one Python frame, which is the cost of a step per
+    gradient.
+    """
     here = exchange()
     if here is None or (gradients[0] is None and slot.parameter.grad is None):
         return  # a backward function gave None for it: as if this rank had not used it

@@ -58,7 +58,7 @@ class GradientHook:
 
     @property
     def accompanied(self) -> bool:
-        """Whether somebody else has hooks on the node: torch keeps all that a program registers there in one dict."""
+        """True if a script has hooks on the node: torch keeps all that a program registers there in one dict."""
         return len(self._handles[0].hooks_dict_ref() or ()) > 1
 
 
@@ -151,7 +151,7 @@ _update_hooks: weakref.WeakSet[UpdateHooks] = weakref.WeakSet()
 
 @functools.cache
 def _watch_updates() -> None:
-    """Once in a process, for good: torch calls the hooks on all optimizers before it looks at those of one."""
+    """Register, once in a process, a hook on all optimizers, which torch calls before it looks at those of one."""
 
     def before_any_step(optimizer: Optimizer, *_: Any) -> None:
         for hooks in list(_update_hooks):

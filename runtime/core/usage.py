@@ -1,4 +1,4 @@
-"""Which gradients came on any rank: where ranks add messages up, and where each gets all that others say.
+"""Track which parameters were used on any rank (for `find_unused_parameters`), by sums of flags or by gathering them.
 
 A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used.
 """
@@ -17,8 +17,8 @@ from runtime.torch_compat import queued_to
 
 
 class UsageFlags:
-    """How many ranks produced each gradient: counters, as many to an element as the dtype sums exactly, behind the last
-    bucket.
+    """Counters of the ranks that produced each gradient, sent behind the last bucket; an element holds as many counters
+    as the dtype sums exactly.
     """
 
     def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:
@@ -28,16 +28,16 @@ class UsageFlags:
         self._parameters, self._dtype, self.ranks = parameters, dtype, ranks
         self._counters = -(-parameters // self._per_element)
         self.elements = self._counters + 1
-        """How many elements carry the counters of all parameters, and the one of ranks that gave the step up."""
+        """Number of elements for the counters of all parameters and for that of ranks that gave the step up."""
 
     def lie_in(self, message: Message) -> None:
-        """Say where they are sent: in the last `elements` of a message."""
+        """Place them in the last `elements` of a message."""
         self._message = message
         self._everything = self._pack(range(self._parameters)).to(message.flat.device)
 
     @property
     def on_host(self) -> bool:
-        """Whether the host waits for what comes anyway, and may look at it for nothing."""
+        """True if flags are on the host, which may read them without waiting for a device."""
         return self._message.flat.device.type == "cpu"
 
     @property
@@ -51,7 +51,7 @@ class UsageFlags:
         self._tail.copy_(queued_to(self._pack(used), self._tail.device) if unused else self._everything)
 
     def write_given_up(self) -> None:
-        """Say, before the message leaves, that an exception ended this rank's backward: it counts for no parameter."""
+        """Record, before the message is sent, that an exception ended this rank's backward: it counts for no parameter."""
         self._tail.zero_()
         self._tail[-1] = 1
 
@@ -86,14 +86,14 @@ def used_on_any(reported: Tensor) -> Tensor:
 
 
 class GatheredUsage:
-    """What every rank says, as a message of its own behind the last bucket; see `UsageFlags`."""
+    """Flags of every rank, gathered in a message of their own behind the last bucket; see `UsageFlags`."""
 
     def __init__(self, gradients: int, ranks: int, device: torch.device) -> None:
         self._own = torch.ones(gradients + 1, dtype=torch.uint8, device=device)
-        """Of each gradient whether it came, and at last whether this rank gave the step up."""
+        """Flags of this rank: for each gradient whether it was produced, and at last whether the step was given up."""
         self.ranks, self._told = ranks, self._own.new_zeros(ranks, gradients + 1)
         self.on_host = device.type == "cpu"
-        """Whether the host waits for what comes anyway, and may look at it for nothing."""
+        """True if flags are on the host, which may read them without waiting for a device."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         return gather(self._told.view(-1), self._own, group)

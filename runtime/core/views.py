@@ -105,4 +105,4 @@ def _references_alone() -> int:
 
 
 _ALONE = _references_alone()
-"""How many Python has of a `.grad` that nothing else holds."""
+"""Number of Python's references to a `.grad` that nothing else holds."""

@@ -36,7 +36,7 @@ from runtime.torch_compat import (
 )
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Of models whose messages go over one group: what one rank sends for a model must not come to another one's."""
+"""Numbers of models whose messages share a group: a message of one model must not be received for another."""
 
 
 def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float | None = None) -> HostCollectives:
@@ -109,7 +109,7 @@ class HostCollectives:
 
 
 def _own(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
-    """The parameters below a module, but not below modules of other groups."""
+    """Return the parameters below a module, but not below modules of other groups."""
     own = list(module.parameters(recurse=False))
     for child in module.children():
         if id(child) not in others:
@@ -140,14 +140,14 @@ class NamedWork(dist.Work):
 
 
 class _Allocating:
-    """Where messages lie: in memory of their own."""
+    """Allocates memory for messages."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class HostGather(_Allocating):
-    """For `set_custom_all_gather`."""
+    """The all-gather of a group of modules, for `set_custom_all_gather`."""
 
     def __init__(self, collectives: HostCollectives, name: str) -> None:
         self._collectives, self._what = collectives, f"the all-gather of {name or 'the model itself'}"
@@ -160,7 +160,7 @@ class HostGather(_Allocating):
 
 
 class HostScatter(_Allocating):
-    """For `set_custom_reduce_scatter`."""
+    """The reduce-scatter of a group of modules, for `set_custom_reduce_scatter`."""
 
     def __init__(
         self, collectives: HostCollectives, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
@@ -191,7 +191,7 @@ class HostScatter(_Allocating):
             ours.leave(work)
 
     def _read_at_once(self, output: Tensor, *, divided: bool) -> bool:
-        """Whether FSDP2, or a hook, reads the result before backward ends: divides, casts, adds or looks at it."""
+        """Return whether FSDP2, or a hook, reads the result before backward ends: divides, casts or adds it."""
         if not divided or has_all_reduce_hook(self._module):
             return True
         return any(

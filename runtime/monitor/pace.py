@@ -38,7 +38,7 @@ class Pace:
         self._step = 0
         """Number of the last synchronous one."""
         self._synchronous: list[float] = []
-        """Its turns, when the delay has begun."""
+        """Times of the warm-up's turns, when the delay has begun."""
         self._after: list[Any] = []
         self.verdict: Verdict | None = None
         """None until all ranks have told what they saw, and where the warm-up or the delay is too short to say."""
@@ -52,7 +52,7 @@ class Pace:
         self._synchronous, self._over = list(state["synchronous"]), state["over"]
 
     def synchronous_step(self, step: int) -> None:
-        """After each step of the warm-up, by its number: of those that do not follow one another nothing is known."""
+        """Mark a step of the warm-up, by its number: times of steps that do not follow one another are not known."""
         if step != self._step + 1:
             self._before.clear()
         self._step = step
@@ -62,7 +62,7 @@ class Pace:
         return self._turns_us(self._before) or self._synchronous
 
     def delayed_step(self, k: int) -> tuple[float, float, float]:
-        """After each backward with a delay of `k`: what this rank tells the others."""
+        """Mark a backward with a delay of `k`; return what this rank reports to the others."""
         self._over = self._over or k != self._k
         if self._over:
             return NO_TIMING

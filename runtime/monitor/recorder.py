@@ -1,4 +1,4 @@
-"""What happened when, in the last steps: marks of a clock, turned into times only when somebody asks."""
+"""Marks of a clock in the last steps, turned into times only when a report needs them."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class Recorder:
             self._now.forward_end = self.clock.mark()
 
     def loss_ready(self) -> None:
-        """For callers that know when backward begins."""
+        """Mark that the loss is there, for callers that know when backward begins."""
         self._now.loss = self.clock.mark()
 
     @property
     def next_forward(self) -> Any:
-        """Of the step that is on its way, if it has begun."""
+        """Mark of the forward of the step that has begun, or None."""
         now = self._now
         return now.micro_batches[0][0] if now.micro_batches else now.forward
 
@@ -114,12 +114,12 @@ class Recorder:
             self.on_backward()
 
     def ready(self, gradient: int) -> None:
-        """The gradient with this index is in its bucket."""
+        """Mark that the gradient with this index is in its bucket."""
         if self.each_gradient:
             self._now.ready[gradient] = self._mark()
 
     def sent(self, bucket: int) -> CommTiming:
-        """Where the communicator notes when it sent this bucket."""
+        """Return the record in which the communicator notes when it sent this bucket."""
         return self._now.sent[bucket]
 
     def end_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""attach: a plan, a model and its ranks are checked against each other before anything is changed."""
+"""Attach a model: a plan, the model and its ranks are checked against each other before anything is changed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class PlanToMake:
     """A plan that is made once all ranks have agreed on the model, from what they agreed on."""
 
     problem: str | None
-    """What is wrong on this rank, which is reported to all."""
+    """Problem on this rank, which is reported to all."""
     make: Callable[[World, ModelFacts, Sequence[RankInfo]], Plan]
     """Called on all ranks, with the information of each; gives a plan that drives the model, the same on all."""
 

@@ -1,4 +1,6 @@
-"""What watches a session's steps: are they as long as predicted, is the plan worth it, and does it do no harm."""
+"""The monitor of a session's steps: whether they are as long as predicted, and whether compression pays and does no
+harm.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Monitor:
     """`recorder` has the marks, `drift` and `trial` their last verdicts; see `runtime.monitor`."""
 
     def __init__(self, plan: Plan, world: World, recorder: Recorder, options: AttachOptions) -> None:
-        """Of the options, `drift` and `guard` count; see `runtime.attach`."""
+        """Monitor the steps of a plan; of the options, `drift` and `guard` count: see `runtime.attach`."""
         self._world, self.recorder, self._warns, self._guarded = world, recorder, options.drift, options.guard
         self.drift = DriftGuard(world.rank, recorder.clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""

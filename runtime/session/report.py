@@ -27,7 +27,7 @@ from runtime.plan.timeline import Span, Timeline
 from runtime.sparse.samples import Sampled
 
 MIN_STEPS = 5
-"""Of fewer steps nothing is said about why they are not what was predicted: the first ones are slow."""
+"""Minimum number of steps for a cause of their difference from the prediction: the first ones are slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class BucketReport:
     gradients: int
     size_bytes: int | None
     ready_us: float
-    """Its last gradient is in the buffer."""
+    """Time when its last gradient is in the buffer."""
     launch_us: float
     """It is handed to the communicator: later than ready where an earlier bucket is not complete."""
     start_us: float
@@ -59,7 +59,7 @@ class BucketReport:
     sends: str = "all_reduce"
     """The collective that it is sent by, where that has no phases."""
     sample: Sampled | None = None
-    """Of a lossy bucket, when it was last looked at."""
+    """Last sample of a compressed bucket."""
     phases: tuple[PhaseReport, ...] = ()
 
     @property
@@ -91,14 +91,14 @@ class Accumulated:
 
     micro_batches: int
     exchanged: int
-    """How many of them exchanged gradients (backward outside of `no_sync`)."""
+    """Number of them that exchanged gradients (backward outside of `no_sync`)."""
     forward_us: float
     backward_us: float
     wait_us: float
 
     @property
     def total_us(self) -> float:
-        """When the last micro-batch begins, without what the script does in between."""
+        """Time until the last micro-batch begins, without the script's own between them."""
         return self.forward_us + self.backward_us + self.wait_us
 
 
@@ -112,22 +112,22 @@ class Report:
     steps: int
     forward_us: float
     backward_us: float
-    """From the end of forward to the end of autograd, the loss included."""
+    """Time from the end of forward to the end of autograd, the loss included."""
     update_us: float
     wait_us: float
-    """From the end of autograd to the last averaged gradient."""
+    """Time from the end of autograd to the last averaged gradient."""
     script_us: float = 0.0
-    """What else passes until the next step begins: loading data, clipping, logging and the like (median)."""
+    """Remaining time until the next step begins: loading data, clipping, logging and the like (median)."""
     accumulated: Accumulated | None = None
     predicted_us: float | None
-    """Of as many micro-batches as a step has, each as large as the profile's batch; None where that is not known."""
+    """Predicted time of as many micro-batches as a step has, each as large as the profile's batch; None: not known."""
     buckets: tuple[BucketReport, ...]
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
     step: StepReport | None = None
     interfaces: tuple[str, ...] = ()
     cause: str | None = None
-    """Why the step is not what was predicted, where it is far from that."""
+    """Cause of a large difference from the prediction."""
 
     @property
     def iteration_us(self) -> float:
@@ -136,13 +136,13 @@ class Report:
 
     @property
     def error(self) -> float | None:
-        """predicted / measured − 1."""
+        """Relative error of the prediction: predicted / measured − 1."""
         known = self.predicted_us is not None and self.iteration_us > 0.0
         return self.predicted_us / self.iteration_us - 1.0 if known else None
 
     @property
     def timeline(self) -> Timeline:
-        """The measured step in the form of a predicted one."""
+        """Measured step in the form of a predicted one."""
         end_us = self.iteration_us - self.update_us
         compute = list(self._compute())
         network = [span for bucket in self.buckets for span in bucket.spans]
@@ -174,11 +174,11 @@ class Report:
 
     @property
     def every_us(self) -> float:
-        """From the start of a step to that of the next one."""
+        """Time from the start of a step to that of the next one."""
         return self.iteration_us + self.script_us
 
     def _gathers(self) -> Iterator[Span]:
-        """Of the weights that ranks have updated, which end the step."""
+        """Yield the gathers of updated weights, which end the step."""
         times_us = self.step.gathers_us if self.step else ()
         start_us = self.iteration_us - min(sum(times_us), self.update_us)
         for index, time_us in enumerate(times_us):
@@ -189,7 +189,7 @@ class Report:
             start_us = end_us
 
     def _late_gather(self, gather: GatherReport) -> Span:
-        """One of the step before, launched when that ended."""
+        """Return the span of a gather that was launched when the step before ended."""
         start_us, end_us = (max(0.0, time_us - self.script_us) for time_us in (gather.start_us, gather.end_us))
         which = f"bucket{'s' if gather.buckets[1:] else ''} {', '.join(map(str, gather.buckets))}"
         bucket = None if gather.buckets[1:] else gather.buckets[0]
@@ -203,7 +203,7 @@ class Report:
 
     @property
     def measured(self) -> MeasuredStep:
-        """The measured step, in the form that `planner explain --measured` reads."""
+        """Measured step in the form that `planner explain --measured` reads."""
         several = self.accumulated is not None
         micro_batches, exchanged = self.micro_batches if several else (None, None)
         return MeasuredStep.of(
@@ -253,7 +253,7 @@ class _Backward:
 
     marks: StepMarks
     begun: Any
-    """Where it starts; the end of the backward before where both go through one forward."""
+    """Mark of its start: of the forward, or of the end of the backward before if both go through one forward."""
     forward_us: float
     backward_us: float
     wait_us: float
@@ -280,7 +280,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Step:
-    """What belongs to one step of the optimizer."""
+    """Backwards and update of one step of the optimizer."""
 
     backwards: list[_Backward]
     update_us: float
@@ -310,7 +310,7 @@ class _Step:
         return forward_us - last.forward_us, backward_us - last.backward_us, wait_us - last.wait_us
 
     def until(self, mark: Any, clock: Clock) -> float:
-        """From the step's start to a mark of its last backward, without what the script does in between."""
+        """Return the time from the step's start to a mark of its last backward, without the script's own in between."""
         return sum(self.earlier) + clock.between_us(self.backwards[-1].begun, mark)
 
 
@@ -429,7 +429,7 @@ def _buckets(
         return
 
     def mean(marks_of: Iterable[Any]) -> float:
-        """From the step's start to what is marked of its last backward, by step."""
+        """Return the mean time from the step's start to a mark of its last backward."""
         known = [step.until(mark, clock) for step, mark in zip(steps, marks_of, strict=True) if mark is not None]
         return statistics.fmean(known) if known else 0.0
 

@@ -57,7 +57,7 @@ from runtime.version import __version__
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 FREED_BYTES = 31 * 1024 * 1024
-"""Of a block that is allocated on a host and freed at once, untouched: from then on glibc keeps twice as much free
+"""Size of a block that is allocated on a host and freed at once, untouched: from then on glibc keeps twice as much free
 memory at the end of its heap. It keeps twice the largest block that was freed, up to 32 MiB; where layers' outputs are
 small, what backward frees goes back to the system in every step, and the next forward takes thousands of page faults.
 """
@@ -78,7 +78,7 @@ class Session:
     """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.base.Host`."""
 
     director: Director | None = None
-    """Who may change the plan between steps, beside `switch`; a switch that waits comes first."""
+    """Decides on the plans of following steps, besides `switch`; a switch that waits comes first."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Session:
         self.model, self.world, self.options = model, world, options
         self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
         self.step = 0
-        """How many steps have been exchanged, which is the number of the next one."""
+        """Number of steps that have been exchanged, which is the number of the next one."""
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
         self.parameters = dict(trainable_parameters(model) if parameters is None else parameters)
@@ -143,22 +143,22 @@ class Session:
 
     @property
     def mode(self) -> Mode:
-        """How ranks train now."""
+        """Mode in which ranks train now."""
         return self.modes[-1]
 
     @property
     def plan(self) -> Plan:
-        """The plan of the next step."""
+        """Plan of the next step."""
         return self.mode.plan
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model trains by this session: until `detach`."""
+        """True until `detach`: the model trains by this session."""
         return bool(self._handles)
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node; where that is not known, none do."""
+        """Ranks of each node; if they are not known, each is a node of its own."""
         found = self.world.topology
         return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
 
@@ -193,7 +193,7 @@ class Session:
             mode.hooks.after_step()
 
     def _step_done(self) -> None:
-        """All gradients of a step are there; the optimizer's step comes next."""
+        """End the exchange of a step, whose gradients are all there; the optimizer's step comes next."""
         if self._buffers is not None and self._buffers.align():
             self.recorder.buffers_aligned()
         self.step += 1
@@ -212,7 +212,7 @@ class Session:
             self.monitor.drift.step_done(self.recorder.steps)
 
     def _prepare_following(self, plan: Plan) -> None:
-        """A plan is to begin with the next step, unless a rank has no memory for its buckets."""
+        """Let a plan begin with the next step, unless a rank has no memory for its buckets."""
         prepared, problem = self._prepare(plan, self.step)
         problems = [one for one in self.world.gather(problem, "changing plans") if one]
         if prepared is not None and not problems:
@@ -222,7 +222,7 @@ class Session:
         warnings.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning, stacklevel=2)
 
     def _change_over(self) -> None:
-        """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
+        """Switch to the pending plan between two steps; `.grad`s are not touched."""
         assert self._pending is not None
         (_, mode, exchange), self._pending = self._pending, None
         self.mode.end()
@@ -232,7 +232,7 @@ class Session:
         mode.begin(exchange)
 
     def put(self, exchange: Exchange) -> None:
-        """Another exchange takes the place of the present one."""
+        """Replace the active exchange between two steps; all ranks call this."""
         self._connect(exchange)
         before, self.exchange = self.exchange, exchange
         exchange.inherit_state(before)
@@ -272,7 +272,7 @@ class Session:
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, the model has the synchronized weights and buffers: to evaluate, and to save them.
+        """Give the model the synchronized weights and buffers inside: to evaluate, and to save them.
 
         Only plans with a delay leave ranks with weights of their own, and of those whose ranks share the step some
         round them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls
@@ -392,7 +392,7 @@ class Session:
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
-        """What lossy buckets, by their index, left behind when it was looked at; see `runtime.sparse.samples`."""
+        """Samples of compressed buckets, by their index; see `runtime.sparse.samples`."""
         return self.monitor.samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -421,7 +421,8 @@ class Session:
 
     @contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
-        """Inside, `optimizer.state_dict()` is what `optimizer_state_dict` returns: for code that calls it by itself.
+        """Let `optimizer.state_dict()` return what `optimizer_state_dict` returns inside: for code that calls it by
+        itself.
 
         Every rank calls it between the same two steps; inside, a rank may read the state alone. Nothing happens unless
         the step is sharded. Raises InputError in a backward and after `detach`, CommunicationError where a rank does
@@ -455,7 +456,8 @@ class Session:
 
     @contextmanager
     def aside(self, what: str, no_sync: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Inside, the model is plain, as after `detach`; afterwards the session goes on where it was (for measuring).
+        """Make the model plain inside, as after `detach`; afterwards the session continues where it was (for
+        measuring).
 
         Every rank calls it between the same two steps. `report()` begins anew.
 

@@ -29,7 +29,7 @@ FUNCTIONS = frozenset((
     "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension",
     "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "stride",
 ))  # fmt: skip
-"""What asks nothing of the numbers. All else waits, also what is unknown here."""
+"""Attributes and functions that do not read the numbers. All else waits, also what is unknown here."""
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -37,7 +37,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class Awaiting(Protocol):
-    """Who knows when the values come."""
+    """Waits for a pending all-gather."""
 
     def wait_for(self, gather: int) -> None:
         """Make the parameters of a gather plain, which have all their values then. Raises CommunicationError."""
@@ -45,7 +45,7 @@ class Awaiting(Protocol):
 
 
 class AwaitedParameter(nn.Parameter):
-    """See above. `_from` says whom to ask, and for which gather."""
+    """A parameter whose values are being gathered; `_from` has the waiter, and the number of the gather."""
 
     # Weakly: torch may keep a parameter where no garbage collector looks.
     _from: tuple[weakref.ref[Awaiting], int]
@@ -56,7 +56,7 @@ class AwaitedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any parameter; every step looks at it, so by a shorter way than other attributes."""
+        """Gradient, as of any parameter; every step reads it, so by a shorter way than other attributes."""
         with torch._C.DisableTorchFunctionSubclass():
             found: Tensor | None = _GRAD.__get__(self)
             return found
@@ -86,7 +86,7 @@ class AwaitedParameter(nn.Parameter):
         return found
 
     def as_subclass(self, cls: Any) -> Any:
-        """As of any tensor, of which torch does not ask its class."""
+        """Return the tensor as another class, when its values are there: torch does not ask its class for that."""
         come(self)
         return self.as_subclass(cls)
 
@@ -100,7 +100,7 @@ class AwaitedParameter(nn.Parameter):
 
 
 def _reduce_shared(parameter: AwaitedParameter) -> Any:
-    """As torch sends a parameter to another process: memory that both have from then on."""
+    """Return what torch sends of a parameter to another process: memory that both share from then on."""
     come(parameter)
     return reduce_tensor(parameter)
 
@@ -126,7 +126,7 @@ def _awaited_in(given: Any) -> Iterator[AwaitedParameter]:
 
 
 def wait_from_now(parameter: nn.Parameter, who: weakref.ref[Awaiting], gather: int) -> None:
-    """Let whoever looks at a parameter wait."""
+    """Let readers of a parameter wait for a gather."""
     parameter.__class__ = AwaitedParameter
     parameter.__dict__["_from"] = who, gather
 
@@ -137,7 +137,7 @@ def make_plain(parameter: nn.Parameter) -> None:
 
 
 def come(parameter: AwaitedParameter) -> None:
-    """Return when a parameter has its values, and is plain.
+    """Block until a parameter has its values, and is plain.
 
     Raises:
         CommunicationError: a rank did not come within the deadline.

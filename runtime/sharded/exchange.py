@@ -35,7 +35,7 @@ from runtime.torch_compat import OUTSIDE, current_backward_id
 
 
 class ReduceScatter(Launcher):
-    """How buckets are sent while ranks share the step (`Launcher`), and who has which part of a gradient (`Owned`)."""
+    """Launcher of the sharded optimizer step, and owner of the parts of sharded gradients (`Owned`)."""
 
     usage: CarriedUsage
 
@@ -72,7 +72,7 @@ class ReduceScatter(Launcher):
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}
         self._gradients = [ShardedGradient.of(slot.parameter, slot.name, slot.index, self) for slot in self.slots]
         self._before: dict[int, Tensor] = {}
-        """Of gradients that this backward did not produce and that have an average: this rank's part of it."""
+        """This rank's parts of the averages of gradients that this backward did not produce."""
         self._norms: dict[float, tuple[Any, Tensor]] = {}
 
     @property

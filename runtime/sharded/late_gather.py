@@ -48,7 +48,7 @@ from runtime.sharded.step import Home, ShardedStep
 from runtime.torch_compat import is_in_compiled_code, runs_without_python, storage_uses
 
 HOST_PACKED_BYTES = 2**20
-"""On hosts, messages below are packed."""
+"""Size below which messages are packed on hosts."""
 
 
 class Gather:
@@ -66,7 +66,7 @@ class Gather:
         self.awaited = False
         """Whether its parameters have to be waited for."""
         self.modules: list[nn.Module] = []
-        """Those that have some of its parameters."""
+        """Modules that have some of its parameters."""
         self._uses = 0
 
     @property
@@ -80,7 +80,7 @@ class Gather:
 
     @staticmethod
     def packs(homes: Sequence[Home]) -> bool:
-        """Whether weights travel otherwise than they lie: rounded, or several messages as one.
+        """Return whether weights are sent in another layout than they have: rounded, or several messages as one.
 
         On hosts a large message costs more to copy there and back than its own start-up.
         """
@@ -115,7 +115,7 @@ class Gather:
     # Whether somebody may look at its weights unseen.
 
     def remember(self) -> None:
-        """Nobody but this package looks at the buffers now."""
+        """Remember the number of tensors that look at the buffers now, when only this package has any."""
         self._uses = self._count_uses()
 
     def _count_uses(self) -> int:
@@ -123,7 +123,7 @@ class Gather:
 
     @property
     def seen_through(self) -> bool:
-        """Whether all looks at its parameters go through torch and the parameters themselves."""
+        """True if all reads of its parameters go through torch and the parameters themselves."""
         return (
             not any(home.apart for home in self.homes)
             and self._count_uses() <= self._uses
@@ -133,7 +133,7 @@ class Gather:
 
 @dataclass(eq=False)
 class _Marks:
-    """Of one step's gathers."""
+    """Marks of one step's gathers."""
 
     begun: Any
     done: Any
@@ -143,13 +143,14 @@ class _Marks:
 
 
 class LateStep(ShardedStep):
-    """A shared step that ends before all ranks' weights have come."""
+    """A sharded step that ends before all ranks' weights have been gathered."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock, model: nn.Module,
         groups: Sequence[tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """All ranks call this. `groups`: the buckets of each gather, in the order in which they are launched.
+        """Begin to share the step; all ranks call this. `groups`: the buckets of each gather, in the order of their
+        launches.
 
         Raises CommunicationError where a rank does not come.
         """
@@ -170,7 +171,7 @@ class LateStep(ShardedStep):
         ]
         self._hook = ModulePreHook(self._before_module)
         self._needs: dict[nn.Module, list[Gather]] = {}
-        """Of every module that has parameters somewhere, the gathers of its own."""
+        """Gathers of a module's own parameters, for every module that has parameters somewhere."""
         self._find_modules()
         self._communicator: Communicator = make_communicator(
             self._gather_world, [by_message] * len(self._gathers), device, world, across_steps=True
@@ -230,7 +231,7 @@ class LateStep(ShardedStep):
                 self._hook.put_on(module)
 
     def before_forward(self) -> None:
-        """What a compiled program calls waits for everything, from now on in the step."""
+        """Wait for everything if a compiled program calls the model; from now on within the optimizer's step."""
         if is_in_compiled_code():
             self._compiled = True
             self.wait_for_weights()
@@ -242,7 +243,7 @@ class LateStep(ShardedStep):
             self.wait_for(gather.index)
 
     def wait_for_weights(self) -> None:
-        """Return when all ranks' weights are here. Raises CommunicationError."""
+        """Block until all ranks' weights are here. Raises CommunicationError."""
         for gather in self._gathers:
             self.wait_for(gather.index)
 
@@ -291,7 +292,7 @@ class LateStep(ShardedStep):
                     part.whole.fill_(math.nan)
 
     def report(self, predicted_gather_us: float | None) -> StepReport | None:
-        """See `ShardedStep.report`."""
+        """Return the times of the last steps; see `ShardedStep.report`."""
         between = self._clock.between_us
         steps = [marks for marks in self._late_marks if all(one.end is not None for one in marks.sent)]
         if not steps:
@@ -312,7 +313,7 @@ class LateStep(ShardedStep):
 
 
 _running: weakref.WeakKeyDictionary[Communicator, torch.device] = weakref.WeakKeyDictionary()
-"""Those that gather, also of models that are gone."""
+"""Communicators that gather, also of models that are gone."""
 
 
 _steps: weakref.WeakSet[LateStep] = weakref.WeakSet()
@@ -328,7 +329,7 @@ os.register_at_fork(before=_before_fork)
 
 
 def _finish(communicator: weakref.ref[Communicator], device: torch.device) -> None:
-    """At the end of a script let other ranks have what they may still wait for, unless an exception ends it."""
+    """Complete, at the end of a script, the gathers that other ranks may still wait for, unless an exception ends it."""
     here, error = communicator(), sys.exc_info()[1] or getattr(sys, "last_exc", None)
     if here is None or not (error is None or isinstance(error, SystemExit)):
         return

@@ -1,4 +1,4 @@
-"""What ranks that share the optimizer's step send in fewer bytes, and what they carry from step to step for that.
+"""Gradients that are reduce-scattered in fewer bytes for the sharded optimizer step, and their residuals.
 
     bucket complete   ─▶ residual + gradient is encoded, each owner's part into one row of bytes
     rows have come    ─▶ the owner adds them up in a wider dtype, in order of rank; the sum is not encoded again
@@ -32,7 +32,9 @@ class NarrowPart(OwnPart):
     def __init__(
         self, bucket: BucketBuffer, rank: int, ranks: int, compressor: WireCompressor, *, rounded: bool = False
     ) -> None:
-        """The bucket's gradients have one dtype, and lie in as many parts as there are ranks, as long as rows are."""
+        """Encode a bucket whose gradients have one dtype, and lie in as many parts as there are ranks, as long as rows
+        are.
+        """
         super().__init__(bucket.messages[0], rank, ranks, rounded=rounded)
         self.feedback = BucketResidual(bucket) if compressor.error_feedback else NoResidual(bucket)
         self._compressor, self._cut = compressor, compressor.cut(self.numel, ranks, self.feedback.dtype)
@@ -51,7 +53,7 @@ class NarrowPart(OwnPart):
         self._encoder.encode_rows(gradient, self._rows, step)
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `OwnPart.phases`."""
+        """Reduce-scatter encoded gradients; see `OwnPart.phases`."""
         received = self.scratch[: self._rows.nbytes].view_as(self._rows)
         yield from all_to_all(received.view(-1), self._rows.view(-1), group)
         start = min(self.numel, self.own.start)
@@ -71,8 +73,8 @@ class NarrowPart(OwnPart):
 
 
 class CarriedUsage(GatheredUsage):
-    """While ranks carry something from step to step they also say, of the parts that each of them owns, for which
-    gradients that they did not use something came, and whether all that came is finite.
+    """Usage flags that also report, while residuals are carried, for which unused gradients a residual was summed in
+    the parts that a rank owns, and whether these parts are finite.
     """
 
     CAME, NOT_FINITE = 2, 2

@@ -22,8 +22,9 @@ Values = Mapping[str, Any]
 """The state of one parameter, or of a piece of one."""
 
 Masters = Mapping[str, Values]
-"""By parameter, what a rank has of its master weights: `start`, its first element in memory order, `weights` (1-D,
-float32) and the parameter's `stride`."""
+"""A rank's part of master weights, by parameter: `start`, its first element in memory order, `weights` (1-D, float32)
+and the parameter's `stride`.
+"""
 
 
 def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class _Form(NamedTuple):
 def _gathered(
     part: OwnPart, key: str, dtype: torch.dtype, mine: Mapping[int, Values], world: World
 ) -> dict[int, Tensor]:
-    """One entry of the state of all parameters of a message, zero where there is none; views of one vector."""
+    """Gather one entry of the state of all parameters of a message, zero if there is none; views of one vector."""
     own = torch.zeros(part.share, dtype=dtype, device=part.whole.device)
     for index, (_, place) in part.places.items():
         value = mine.get(index, {}).get(key)

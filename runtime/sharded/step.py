@@ -55,7 +55,7 @@ class ShardedStep(StepHooks):
         self._slots = {id(slot.parameter): slot for slot in exchange.slots}
         pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
         self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
-        """Of each parameter of which this rank has a part: that part of the weights."""
+        """Parts of the weights, of each parameter of which this rank has one."""
         self._homes = [Home(part) for part in exchange.parts]
         for home in self._homes:
             home.part.begin_master()
@@ -63,7 +63,7 @@ class ShardedStep(StepHooks):
         self._groups: list[list[nn.Parameter]] | None = None
         """The parameters of the optimizer's groups, while pieces stand in for them."""
         self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
-        """Of each step: before its first all-gather, and after that of each bucket."""
+        """Marks of each step: before its first all-gather, and after that of each bucket."""
         self._gathering = False
         self._own_state: defaultdict[Any, Any] = defaultdict(dict)
         """The optimizer's, by piece."""
@@ -177,13 +177,13 @@ class ShardedStep(StepHooks):
         self._marks.append(marks)
 
     def _hand_out(self) -> None:
-        """Let parameters be what the buffers have become."""
+        """Copy the buffers to parameters that lie elsewhere."""
         for home in self._homes:
             home.hand_out()
 
     @torch.no_grad()
     def _give_up(self) -> None:
-        """In the middle of a step parameters stand in the groups again, with what it has made of this rank's part."""
+        """End a step in the middle: groups have their parameters again, with this rank's part as it is."""
         began = self._groups is not None
         self._swap_back()
         for home in self._homes if began else ():
@@ -208,7 +208,7 @@ class ShardedStep(StepHooks):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, parameters are all ranks' master weights, where there are any; all ranks call this. What a script
+        """Let parameters be all ranks' master weights inside, if there are any; all ranks call this. What a script
         changes inside is lost.
         """
         self.wait_for_weights()
@@ -229,7 +229,7 @@ class ShardedStep(StepHooks):
 
     @property
     def _rounds(self) -> bool:
-        """Whether any weights are gathered in fewer bits than they are kept in."""
+        """True if any weights are gathered in fewer bits than they are kept in."""
         return any(part.master is not None for part in self._exchange.parts)
 
     def _gather_masters(self) -> None:
@@ -277,7 +277,7 @@ class ShardedStep(StepHooks):
 
     @contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
-        """Inside, the optimizer has the state of all ranks, on the host, in the order of its parameters; all ranks must
+        """Give the optimizer the state of all ranks inside, on the host, in the order of its parameters; all ranks must
         call this.
         """
         self._swap_back()
@@ -393,12 +393,12 @@ def _uses_of_one() -> int:
 
 
 _ALONE = _uses_of_one()
-"""What `storage_uses` says of memory that one tensor looks at."""
+"""Result of `storage_uses` for memory that one tensor looks at."""
 
 
 class Home:
-    """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them. Each has a
-    storage of its own, also in the buffer.
+    """The memory of the parameters of one message: the buffer of all weights, or where a script has put them. Each has
+    a storage of its own, also in the buffer.
 
     `parameter.data = …` gives a parameter other memory, and the place that it leaves may be another parameter's from
     then on (`a.data, b.data = b.data, a.data`) or a tensor of the script's (an EMA that has changed places with it). So
@@ -429,12 +429,12 @@ class Home:
 
     @property
     def apart(self) -> bool:
-        """Whether weights are copied to where parameters lie when all ranks' have come."""
+        """True if weights are copied to where parameters lie when all ranks' are there."""
         return self._apart
 
     @property
     def astray(self) -> bool:
-        """Whether parameters lie elsewhere than in the buffer."""
+        """True if parameters lie elsewhere than in the buffer."""
         return self._apart or [slot.parameter.data_ptr() for slot, _ in self._views] != self._addresses
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ class ResidualBuffers:
 
     @property
     def residual(self) -> Tensor:
-        """What has not been sent yet; of a step under way on the device, a copy of what it was before."""
+        """Part of the gradients that has not been sent yet; during a step on the device, a copy from before it."""
         if self._swapped is None:
             return self._first
         swapped = self._swapped.bool()
@@ -75,7 +75,7 @@ class ResidualBuffers:
 
     @property
     def following(self) -> Tensor:
-        """Where the next residual is written, once `residual` has been asked for."""
+        """Memory of the next residual, once `residual` has been asked for."""
         return self._second
 
     def for_kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -119,12 +119,12 @@ class BucketResidual:
 
     @property
     def residual(self) -> Tensor:
-        """What of this rank's gradients has not been sent yet."""
+        """Part of this rank's gradients that has not been sent yet."""
         return self.buffers.residual
 
     @property
     def following(self) -> Tensor:
-        """The residual after the step that is on its way, where no kernel writes it."""
+        """Residual after the present step, if no kernel writes it."""
         return self.buffers.following
 
     def gradient(self) -> Tensor:

@@ -25,7 +25,7 @@ COST = 0.005
 """Part of the time that sampling may take."""
 FEWEST_STEPS = 20
 SAMPLES_IN_A_ROW = 3
-"""So many harmful samples of a bucket are too many."""
+"""Number of consecutive harmful samples of a bucket that are too many."""
 
 
 class Guard:
@@ -44,12 +44,12 @@ class Guard:
         return self._buckets[self._turn % len(self._buckets)]
 
     def _announce(self) -> None:
-        """Tell the next bucket in turn where the next step is the one that is sampled."""
+        """Prepare the next bucket in turn if the next step is sampled."""
         if self._buckets and self._steps + 1 >= self._due:
             self._next.expect()
 
     def step_done(self, step: int) -> Watched | None:
-        """After each step, before the optimizer: the bucket that does harm, if any. Ranks may meet here."""
+        """Return, after each step and before the optimizer's, the bucket that does harm, if any. Ranks may meet here."""
         self._steps += 1
         if not self._buckets or self._world.group is None:
             return None

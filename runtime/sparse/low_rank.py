@@ -71,7 +71,7 @@ class LowRankEncoding:
         """Return None: what is left out says little of what training loses by it."""
 
     def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
-        """See `Encoding.encode`."""
+        """Fill the left factors; see `Encoding.encode`."""
         feedback = self._feedback
         following = accumulate(feedback.residual, vector, feedback.following)
         self._factors.begin(following, feedback.start, feedback.seeds, self.message.left)
@@ -89,7 +89,7 @@ class LowRankEncoding:
         self._factors.subtract(self._feedback.following, self.message.left, self._own)
 
     def decode(self, sums: Tensor, tail: Tensor | None) -> None:
-        """See `Encoding.decode`."""
+        """Multiply the summed factors; see `Encoding.decode`."""
         self._factors.multiply(self.message.left, self._feedback.following_start, sums)
         for place, summed in zip(self._factors.whole, self._whole, strict=True):
             sums[place] = summed

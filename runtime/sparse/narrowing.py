@@ -25,7 +25,7 @@ class NarrowEncoder:
         self._place = f"{seed}\n{feedback.bucket.slots[0].name}"
 
     def watched(self, k: int) -> Rounding:
-        """See `Encoding.watched`."""
+        """Return what samples rounding errors; see `Encoding.watched`."""
         return Rounding(self._feedback.bucket, feedback=self._compressor.error_feedback)
 
     def encode_rows(self, vector: Tensor, rows: Tensor, step: int) -> None:
@@ -66,7 +66,7 @@ class TwoShots(NarrowEncoder):
         self.message = Narrowed(peers.ranks, cut.row_bytes, feedback.device, self._narrow)
 
     def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
-        """See `Encoding.encode`."""
+        """Encode all parts; see `Encoding.encode`."""
         rows, self._step = self.message.rows, step
         self.encode_rows(vector, rows, step)
         if tail is not None:
@@ -83,7 +83,7 @@ class TwoShots(NarrowEncoder):
             self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
 
     def decode(self, sums: Tensor, tail: Tensor | None) -> None:
-        """See `Encoding.decode`."""
+        """Decode the gathered sums; see `Encoding.decode`."""
         self._compressor.decode(self.message.gathered, sums, self._cut)
         if tail is not None:
             tail.copy_(self._cut.tails(self.message.gathered).reshape(-1)[: tail.numel()])
@@ -99,14 +99,14 @@ class NativeSum(NarrowEncoder):
         self.message = Message(torch.zeros(self.k + tail_elements, dtype=compressor.dtype, device=feedback.device), [])
 
     def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
-        """See `Encoding.encode`."""
+        """Encode in the wire's dtype; see `Encoding.encode`."""
         if self.k:
             self.encode_rows(vector, self.message.flat.view(torch.uint8)[None], step)
         if tail is not None:
             self.message.flat[self.k :] = tail
 
     def decode(self, sums: Tensor, tail: Tensor | None) -> None:
-        """See `Encoding.decode`; −0 becomes 0, as if elements were selected."""
+        """Widen the sums; −0 becomes 0, as if elements were selected. See `Encoding.decode`."""
         sums.copy_(self.message.flat[: self.k]).add_(0.0)
         if tail is not None:
             tail.copy_(self.message.flat[self.k :])

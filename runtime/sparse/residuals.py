@@ -1,4 +1,4 @@
-"""What an exchange carries from step to step: the residuals of lossy buckets, in one place for all buckets.
+"""The residuals of compressed buckets, in one place for all buckets of an exchange.
 
 A step counts for all buckets or for none: where a gradient of any of them is not finite, an optimizer that looks at
 that (as with a GradScaler) skips the step on all ranks, and no residual changes. When a plan whose buckets send
@@ -43,7 +43,8 @@ class ErrorFeedbackState(ErrorFeedback):
         """
         self._buckets, self.lossy, self._parameters = buckets, lossy, parameters
         self._pending: dict[str, Tensor] = {}
-        """Of gradients whose buckets keep no residual: what has yet to be sent of earlier ones."""
+        """Residuals of earlier buckets, by gradient, whose present buckets keep none: they are sent with the next step.
+        """
         self.steps = 0
         self._loss_scale, self._scale = loss_scale, 1.0
         self._read: float | None = None
@@ -181,7 +182,9 @@ def state_of_rank(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.
 
 
 def merged(states: Sequence[State], rank: int, ranks: int) -> State:
-    """One rank's share of the states of all ranks of a run with another number of them: their sum stays what it was."""
+    """Return one rank's share of the states of all ranks of a run with another number of them: their sum stays what it
+    was.
+    """
     known = next((state for state in states if state), None)
     if known is None:
         return {}

@@ -1,5 +1,5 @@
-"""What compressed buckets answer when `runtime.sparse.guard` samples them: how much harm they do, from where on that is
-too much, and how they are sent then. One class for each way to send less; the guard knows none of them.
+"""Samples of compressed buckets, for `runtime.sparse.guard`: how much harm they do, from where on that is too much, and
+how they are sent then. One class for each way to send less; the guard knows none of them.
 
 **Selected elements** (`Selecting`) have δ of LAGS-SGD's Assumption 1 (Shi et al., ECAI 2020), which compares what is
 left behind with what random-k of the summed gradients would leave; while it is at most 1, the paper's convergence
@@ -53,7 +53,7 @@ class Sampled:
 
     step: int
     figure: float
-    """Of the harm; NaN where gradients were not finite."""
+    """Measure of the harm; NaN if gradients were not finite."""
     limit: float
     """Above it is too much."""
 
@@ -68,7 +68,7 @@ class Watched(Protocol):
     bucket: BucketBuffer
 
     def expect(self) -> None:
-        """The next step is to be sampled: keep of it what that takes."""
+        """Prepare for the next step, which is sampled."""
         ...
 
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
@@ -76,7 +76,7 @@ class Watched(Protocol):
         ...
 
     def complaint(self, samples: Sequence[Sampled]) -> str:
-        """Say what harm these samples show, as what follows the bucket's name."""
+        """Return the harm that these samples show, as what follows the bucket's name."""
         ...
 
     def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
@@ -196,15 +196,15 @@ class Rounding:
 
     @property
     def expected(self) -> bool:
-        """Whether the step is to be sampled."""
+        """True if the step is to be sampled."""
         return self._expected
 
     def keep(
         self, gradient: Tensor, unsent: Callable[[], Tensor], step: int, *, start: int = 0, elements: int | None = None
     ) -> None:  # fmt: skip
-        """Where the step is to be sampled, remember some elements of what this rank has to send: of its gradient and
-        its residual, which `unsent` returns; both 1-D. `start`, `elements`: where in a vector of so many they begin,
-        of which each rank has a part to send; by default each has all.
+        """Remember, in a step that is to be sampled, some elements of this rank's gradient and of its residual, which
+        `unsent` returns; both 1-D. `start`, `elements`: where in a vector of so many they begin, of which each rank has
+        a part to send; by default each has all.
         """
         if not self._expected:
             return
@@ -232,8 +232,8 @@ class Rounding:
             self._sent, self._parted = sums[self._places], False
 
     def part_arrived(self, sums: Tensor, start: int) -> None:
-        """As `arrived`, where ranks have other parts, or other summands, of what came: this one `sums` (1-D), from
-        element `start`; what it has nothing of is 0.
+        """Remember elements as `arrived` does, if ranks have different parts, or summands, of the result: this one
+        `sums` (1-D), from element `start`; what it has nothing of is 0.
         """
         if self._expected:
             self._sent, self._parted = self._of_part(sums, start).to(self._given.dtype), True

@@ -111,7 +111,7 @@ class ShardBucket(CompressedBucket):
         return torch.zeros_like(self._summed)
 
     def pack(self, step: int) -> None:
-        """See `CompressedBucket.pack`."""
+        """Hand over the gradients and pending residuals; see `CompressedBucket.pack`."""
         self._step, gradient = step, self.feedback.gradient()
         if self.watched is not None:
             self.watched.keep(gradient, self.feedback.unsent, step)
@@ -132,7 +132,7 @@ class ShardBucket(CompressedBucket):
         self.encoding.decode(self.packed.own, self.tail)
 
     def unpack(self) -> Tensor:
-        """See `CompressedBucket.unpack`."""
+        """Take the gathered shards; see `CompressedBucket.unpack`."""
         return self.take(self.packed.whole[: self._elements])
 
 
@@ -156,7 +156,7 @@ class SelectedShardBucket(ShardBucket):
         self.encoding.decode_tail(self.tail)
 
     def unpack(self) -> Tensor:
-        """See `CompressedBucket.unpack`."""
+        """Take the gathered shards; see `CompressedBucket.unpack`."""
         feedback, even = self.feedback, self._parts * self._share == self._elements
         sums = feedback.room() if even else feedback.residual.new_empty(self._parts * self._share)
         rows = self.packed.whole.view(self._parts, *self.encoding.rows().shape)

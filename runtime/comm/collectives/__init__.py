@@ -44,7 +44,7 @@ receives. Each gives its phases in order; other buckets' phases may come between
 NARROW_PHASED: Mapping[Transport, Callable[[Topology], tuple[Phase, ...]]] = {
     TORUS_2D: partial(shard_phases, "all_reduce")
 }
-"""Those of `PHASED` that also send a bucket in a narrow format between nodes alone, and what carries it then."""
+"""Transports of `PHASED` that also send a bucket encoded between nodes alone, and the phases that they have then."""
 
 
 def is_known(transport: Transport) -> bool:

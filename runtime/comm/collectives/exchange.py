@@ -20,7 +20,9 @@ from torch import Tensor
 from runtime.torch_compat import all_gather_on, all_to_all_single, backend_of, receive, send, wait_for
 
 LEAST_BYTES = 2**18
-"""Of the largest part. Smaller ones are soon under way, and the thread that waits for ours costs half a millisecond."""
+"""Bytes of the largest part from which on this is used. Smaller ones are soon under way, and the thread that waits for
+ours costs half a millisecond.
+"""
 
 
 def exchange(
@@ -76,7 +78,7 @@ class _Exchange:
         self._over = threading.Event()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As of a `dist.Work`; called before `wait`, if at all."""
+        """Return a future, as `dist.Work` does; called before `wait`, if at all."""
         if self._future is None:
             self._future = torch.futures.Future()
             threading.Thread(target=self._carry, args=(self._future,), name="planner exchange", daemon=True).start()
@@ -96,11 +98,11 @@ class _Exchange:
             wait_for(work, limit)
 
     def is_completed(self) -> bool:
-        """As of a `dist.Work` whose future was asked for."""
+        """Return whether all of it has ended, as `dist.Work` does whose future was asked for."""
         return self._over.is_set()
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        """As of a `dist.Work`."""
+        """Block until all of it has ended, as `dist.Work` does. Raises dist.DistBackendError: it did not end in time."""
         if self._future is None:
             self._wait(limit)
             return True

@@ -15,7 +15,7 @@ from runtime.comm.topology import LinkName, Topology
 from runtime.comm.world import Grid
 
 Works = Iterator[dist.Work]
-"""What a phase starts, one after the other: the generator goes on when the work that it has given has ended."""
+"""Works of a phase, started one after the other: the generator is resumed when the work that it yielded has ended."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Phase:
 
 
 class Vector(Protocol):
-    """What a dense collective gets."""
+    """Message of a dense collective."""
 
     flat: Tensor
     """1-D; becomes the sum over ranks."""
     scratch: Any
-    """What the collective keeps from step to step."""
+    """Memory that the collective keeps from step to step."""
 
 
 def present(phases: Sequence[Phase], topology: Topology) -> tuple[Phase, ...]:
-    """Of the phases of a collective, those in which more than one rank takes part."""
+    """Return the phases of a collective in which more than one rank takes part."""
     many = {"intra": topology.ranks_per_node > 1, "inter": topology.num_nodes > 1}
     return tuple(phase for phase in phases if many[phase.link])
 

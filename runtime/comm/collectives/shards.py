@@ -24,7 +24,7 @@ from runtime.comm.world import Grid
 
 @dataclass(eq=False)
 class Shard:
-    """What a bucket gives, and the memory for what comes back."""
+    """A bucket's message, and the memory for what is received."""
 
     vector: Tensor
     """This rank's gradients, 1-D."""
@@ -33,13 +33,13 @@ class Shard:
     summed: Tensor
     """Their sum. Shape (elements,)."""
     tail: Tensor
-    """What is sent behind the gradients. Shape (tail,)."""
+    """Small integers that are sent behind the gradients. Shape (tail,)."""
     tails: Tensor
-    """That of every rank of the node. Shape (ranks of the node, tail)."""
+    """Tails of all ranks of the node. Shape (ranks of the node, tail)."""
     between: Packed | Narrowed
-    """What is sent between the ranks of one place: the shard, and the tail of the node."""
+    """Message to the ranks of the cross-node group: the shard, and the tail of the node."""
     own: Tensor
-    """What the ranks of the node need of this shard: its sum over all nodes, or what makes it up."""
+    """Part of this rank that the node's ranks gather: the sum of the shard over all nodes, or its selected elements."""
     whole: Tensor
     """Every shard's, one after the other."""
     fill: Callable[[], None]

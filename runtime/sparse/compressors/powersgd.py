@@ -86,7 +86,7 @@ class Stacks:
 
 
 class Place(NamedTuple):
-    """Where a matrix lies in the vector of all gradients."""
+    """The place of a matrix in the vector of all gradients."""
 
     start: int
     rows: int
@@ -99,7 +99,7 @@ class Factors:
     def __init__(self, rank: int, shapes: Sequence[Shape]) -> None:
         """`shapes`: of the gradients, which fill the vector in order."""
         self.members: list[int] = []
-        """Which of the gradients are sent as factors."""
+        """Places of the gradients that are sent as factors."""
         self.whole: list[slice] = []
         """Runs of all other elements."""
         self._places: list[Place] = []

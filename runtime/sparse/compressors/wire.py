@@ -51,13 +51,13 @@ BLOCK, LEAST_BLOCK, LARGEST_BLOCK = 256, 64, 512
 ROUNDINGS: Mapping[str, bool] = {"nearest": False, "stochastic": True}
 
 ALL_LINKS, BETWEEN_NODES = "all", "inter"
-"""Where a bucket is narrow; which of them goes with which collective is not asked here."""
+"""Links on which a bucket is encoded; which of them goes with which collective is checked elsewhere."""
 
 CHUNK = 1 << 18
 """Elements that are encoded together on a CPU: few enough for its caches, enough to outweigh the calls."""
 
 ALIGNMENT = 8
-"""In bytes, of what lies in a row."""
+"""Alignment in bytes of codes, scales and the tail of a row."""
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -66,10 +66,10 @@ class Piece(NamedTuple):
     """Elements that are encoded together."""
 
     elements: slice
-    """Of the vector."""
+    """Slice of the vector."""
     rows: slice
     codes: slice
-    """Of each of the rows, as `scales`."""
+    """Slice of each of the rows, as `scales`."""
     scales: slice
     shape: tuple[int, int, int]
     """(rows, blocks of each, elements of a block)."""
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a vector lies in rows of bytes."""
+    """The layout of a vector in rows of bytes."""
 
     share: int
     """Elements in a row: all have room for as many, and the last rows may be filled in part, or not at all."""
@@ -85,7 +85,7 @@ class Cut:
     """Elements with one scale; 1 where there are no scales."""
     code: torch.dtype
     wide: torch.dtype
-    """What is added up in, and of scales."""
+    """Dtype of sums and of scales."""
     scaled: bool
     tail: int
     """Numbers (float32) behind them."""
@@ -144,7 +144,7 @@ class StepResidual(NamedTuple):
     following: Tensor | None = None
     """Memory for the next residual; other memory than `residual` and the gradient."""
     swapped: Tensor | None = None
-    """For kernels, one int32 on the device: if it is not 0, the two have changed places."""
+    """Flag for kernels, one int32 on the device: if it is not 0, the two have changed places."""
 
     def part(self, elements: slice) -> StepResidual:
         """Return the residual of some elements."""
@@ -205,7 +205,7 @@ class WireCompressor:
         self.error_feedback, self.stochastic = error_feedback, stochastic
 
     def cut(self, elements: int, parts: int, wide: torch.dtype, tail: int = 0) -> Cut:
-        """Say how a vector of so many elements of the dtype `wide` lies in rows for as many owners."""
+        """Return the layout of a vector of so many elements of the dtype `wide` in rows for as many owners."""
         share, most = -(-elements // parts), self.format.block
         if most is None:
             return Cut(share, 1, self.dtype, wide, False, tail)
@@ -504,7 +504,7 @@ def _round_down(value: float, dtype: torch.dtype) -> float:
 
 
 def _lowest_bit(value: float) -> float:
-    """The largest power of two that divides a number."""
+    """Return the largest power of two that divides a number."""
     numerator, denominator = value.as_integer_ratio()
     return math.ldexp(1.0, (numerator & -numerator).bit_length() - 1) / denominator
 
