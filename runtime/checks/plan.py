@@ -67,7 +67,7 @@ def parameters_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def check_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None:
-    """Return what speaks against attaching this model beside those that are attached already, or None."""
+    """Return why this model cannot be attached in addition to those that are attached already, or None."""
     mine = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
     for other in attached:
         if other is model:

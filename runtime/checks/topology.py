@@ -1,4 +1,4 @@
-"""A plan with collectives on two kinds of link beside the nodes that there are: does it fit, and what becomes of it.
+"""Checks of a plan with hierarchical collectives against the present nodes, and its adaptation to them.
 
 On one node nothing is sent between nodes, so what would be left out or narrowed there is not: what remains is a dense
 torus. With one rank a node all links are between nodes: HiTopKComm is the flat gather of selected elements, a torus
@@ -121,10 +121,8 @@ def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket
 def _adapted(plan: Plan, topology: Topology) -> Plan:
     several = topology.num_nodes > 1 and topology.ranks_per_node > 1
     stays = several or not any(map(_sends_less_between, plan.buckets))
-    others = plan.phase_order is not None and plan.world.nodes not in (
-        None,
-        topology.num_nodes,
-    )  # phases are others there
+    # Phases are others on another number of nodes.
+    others = plan.phase_order is not None and plan.world.nodes not in (None, topology.num_nodes)
     fallback = plan.fallback and _adapted(plan.fallback, topology)
     if stays and not others and fallback is plan.fallback:
         return plan

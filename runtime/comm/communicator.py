@@ -1,4 +1,4 @@
-"""Sends buckets in plan order beside backward, one after the other; every wait has a deadline."""
+"""Sends buckets in plan order during backward, one after the other; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ THROUGH_HOST = "gloo"
 """The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
 
 AT_ONCE = 2
-"""All-reduces that the host's backend carries beside each other: gloo has two threads for each group. A ring waits for
-its neighbour in every phase; meanwhile another one uses the link.
+"""Number of all-reduces that the host's backend runs concurrently: gloo has two threads for each group. A ring waits
+for its neighbour in every phase; meanwhile another one uses the link.
 """
 
 EXIT_S, SETTLING_S = 5.0, 0.01
@@ -195,7 +195,7 @@ class HostCommunicator:
 
     def close(self) -> None:
         """Wait for messages that a backward that raised left in flight, then release the group."""
-        self._drain()  # whoever waited for it first has told what failed
+        self._drain()  # the first wait has raised what failed
         # The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
         # process.
         self._world = self._whole = World()
@@ -234,7 +234,7 @@ class HostCommunicator:
                 return
             self._callbacks += 1
             task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
-        except Exception as error:  # kept for the next `wait`: nobody else hears of it on the backend's thread
+        except Exception as error:  # kept for the next `wait`: no caller sees it on the backend's thread
             self._fail(task, error)
 
     def _mark(self) -> None:
@@ -270,7 +270,7 @@ class HostCommunicator:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
-            # Of several that are on their way any may fail first where a rank is lost.
+            # Of several in flight any may fail first if a rank is lost.
             first = self._on_way[0] if self._on_way and is_of_backend(error) else task
             if self._failure is None or isinstance(error, CommunicationError):  # which says more than what follows
                 self._failure = failure_of(self._whole, first.bucket.label, error)
@@ -284,7 +284,7 @@ to_settle: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _settle_all() -> None:
-    # A script may end while messages are on their way, by an exception in backward, say: neither threads of ours nor
+    # A script may end while messages are in flight, by an exception in backward, say: neither threads of ours nor
     # the backend's may run in an interpreter that is being taken down, which would abort the process.
     deadline = time.monotonic() + EXIT_S
     running = list(to_settle)

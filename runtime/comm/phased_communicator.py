@@ -1,9 +1,9 @@
-"""Carries buckets whose collectives have several phases, on two kinds of link at once.
+"""Sends buckets whose collectives have several phases, on intra-node and inter-node links concurrently.
 
-While one bucket is between nodes, another one is inside them. Each kind of link takes its phases in the plan's order,
+While one bucket is between nodes, another one is inside them. Links take their phases in the plan's order,
 which is the same on all ranks, so that no two groups of ranks wait for each other. A phase begins when the one before
-it has ended and its link is free. On CPUs a thread for each kind of link does that, which also adds up and selects, so
-that backward goes on; on CUDA there is a stream for each, and the host waits for nothing.
+it has ended and its link is free. On CPUs a thread for each of the two does that, which also adds up and selects, so
+that backward continues; on CUDA there is a stream for each, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PhaseQueues:
 
 
 class PhasedHostCommunicator(ThreadedCommunicator[LinkName, Entry]):
-    """CPU tensors: one thread for each kind of link. See `runtime.comm.communicator.Communicator`."""
+    """Communicator of CPU tensors: one thread for intra-node and one for inter-node links."""
 
     def __init__(self, grid: Grid, phases: Sequence[tuple[Phase, ...]], order: Sequence[Entry] | None = None) -> None:
         super().__init__(grid.world, LINKS)
@@ -167,7 +167,7 @@ class PhasedHostCommunicator(ThreadedCommunicator[LinkName, Entry]):
 
 
 class PhasedStreamCommunicator:
-    """CUDA tensors: a stream for each kind of link, phases queued in the plan's order. See `Communicator`.
+    """Communicator of CUDA tensors: a stream for intra-node and one for inter-node links, phases in the plan's order.
 
     Over a backend that carries tensors through the host (gloo) the host waits for each phase: sums are right, nothing
     overlaps.

@@ -1,7 +1,7 @@
-"""Sends what lies on a device over a backend that takes it through the host's memory (gloo), beside backward.
+"""Sends a device's tensors over a backend that copies them through the host's memory (gloo), during backward.
 
 Such a backend copies a tensor to the host, sends it there and copies the sum back, and whoever waits for it stands
-still meanwhile. So a thread of ours waits, one message after the other: backward goes on to queue its work, and waits
+still meanwhile. So a thread of ours waits, one message after the other: backward continues to queue its work, and waits
 for the thread, and then on the device, only at its end. Ranks may share a device so, which NCCL refuses.
 """
 
@@ -21,7 +21,7 @@ from runtime.comm.world import World
 
 
 class Lane(Protocol):
-    """An order of work of its own, beside the calling thread's."""
+    """A sequence of work that is separate from the calling thread's."""
 
     def mark(self) -> Any:
         """Return a mark behind all that the calling thread has queued so far, where it is now."""

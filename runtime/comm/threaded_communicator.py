@@ -97,7 +97,7 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
     def close(self) -> None:
         """Wait for messages that a backward that raised left in flight, then end the threads."""
         with self._changed:
-            self._drain()  # whoever waited for it first has told what failed
+            self._drain()  # the first wait has raised what failed
         self.settle(time.monotonic() + EXIT_S)
 
     def settle(self, deadline: float) -> None:
@@ -119,7 +119,7 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
         while (entry := self._take(lane)) is not None:
             try:
                 self._carry(lane, entry)
-            except Exception as error:  # nobody else hears of it on this thread
+            except Exception as error:  # no caller sees it on this thread
                 with self._changed:
                     self._fail(failure_of(self._whole, self._label(lane, entry), error))
                 return

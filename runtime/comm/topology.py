@@ -1,7 +1,7 @@
 """The ranks of each node: hierarchical collectives need them, and all ranks have to agree on them.
 
-A launcher says it (torchrun's GROUP_RANK and LOCAL_WORLD_SIZE; without one, machines are told apart by their names), or
-a `DeviceMesh` of two dimensions does, whose rows are nodes.
+A launcher sets them (torchrun's GROUP_RANK and LOCAL_WORLD_SIZE; without one, machines differ by their names), or
+a `DeviceMesh` of two dimensions has them, whose rows are nodes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Topology:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Numbers of the ranks when they are counted by local rank: the first ones of all nodes, then the second ones."""
+        """Numbers of the ranks when they are counted by local rank: first ones of all nodes, then second ones."""
         numbers = {
             rank: number for number, rank in enumerate(rank for ranks in self.cross_node_groups for rank in ranks)
         }
@@ -77,7 +77,7 @@ class Topology:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name of this process's machine: torchrun's node number if it started the ranks, else the host's name."""
+    """Return the name of this process's machine: torchrun's node number if it started the ranks, else the host's."""
     return environment.get("GROUP_RANK") or socket.gethostname()
 
 

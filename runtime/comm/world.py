@@ -354,7 +354,7 @@ class World:
 
 @dataclass(frozen=True)
 class Grid:
-    """The groups of collectives on two kinds of link: the ranks of a node, and those of one local rank on all nodes."""
+    """The groups of hierarchical collectives: the ranks of a node, and those of one local rank on all nodes."""
 
     world: World
     topology: Topology
@@ -388,7 +388,7 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def note(error: Exception, world: World, label: str) -> None:
-    """Add to an error that came up in this process where it did, and that nobody else is to blame."""
+    """Add to an error that came up in this process where it did, and that other ranks are not its cause."""
     error.add_note(
         f"rank {world.rank}: {label}: this error came up in this process itself, not by another rank or the network"
     )

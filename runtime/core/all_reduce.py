@@ -65,7 +65,7 @@ class AllReduce(Launcher):
         for saved in missing:
             if saved.slot.index in used:
                 continue
-            # A residual may come in a step that nobody uses its parameter in.
+            # A residual may come in a step in which no rank uses its parameter.
             if carries and bool(saved.slot.view.any()):
                 saved.add()
             else:

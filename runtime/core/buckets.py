@@ -109,7 +109,7 @@ class Slot:
     def clear_view(self) -> None:
         """Make the view free to be written to, while it is not the parameter's `.grad`.
 
-        Somebody may have kept the last gradient, or made it another parameter's: it gets memory of its own. Where
+        A script may have kept the last gradient, or made it another parameter's: it gets memory of its own. Where
         DLPack or a graph keeps it, which know its memory, the bucket leaves that to them.
         """
         if getrefcount(self.view) <= _ONLY_HERE:

@@ -201,13 +201,7 @@ def _pack(buffers: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list
     """Make one run of bytes that holds all buffers, whatever their dtypes, behind what rank 0 says of them; and a view
     of it for each.
     """
-    starts, end = [], ALIGNMENT_BYTES
-    for buffer in buffers:
-        starts.append(end)
-        end += -(-buffer.numel() * buffer.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    flat = torch.zeros(end, dtype=torch.uint8, device=device)
-    views = [
-        flat[start : start + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
-        for start, buffer in zip(starts, buffers, strict=True)
-    ]
-    return flat, views
+    sizes = [-(-buffer.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for buffer in buffers]
+    flat = torch.zeros(ALIGNMENT_BYTES + sum(sizes), dtype=torch.uint8, device=device)
+    parts = zip(buffers, flat[ALIGNMENT_BYTES:].split(sizes), strict=True)
+    return flat, [part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape) for buffer, part in parts]

@@ -1,7 +1,7 @@
 """The buckets of one plan and their hooks: gradients come in as autograd makes them, averages go out.
 
 A session has one exchange at a time. When it switches to another plan it gets another one; the gradients that the old
-one made stay as they are, in the old one's memory, until nobody refers to them.
+one made stay as they are, in the old one's memory, until no reference to them is left.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Launcher:
     """Usage flags that are sent behind the last bucket; None: none that count for `.grad`s."""
 
     def wait(self) -> None:
-        """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank has given the step up."""
+        """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank gave the step up."""
         self.communicator.wait()
         if self.usage is not None and self.usage.on_host and (gave_up := self.usage.given_up()):
             raise CommunicationError(
@@ -89,7 +89,7 @@ class Launcher:
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
         """Tell whether `.grad`s of this step are none of the buckets' memory. `may_look`: whether hooks of the user's
-        may look at them while backward runs; `kept`: whether somebody has kept a `.grad` that backward adds to.
+        may look at them while backward runs; `kept`: whether a script has kept a `.grad` that backward adds to.
         """
         return False
 
@@ -130,8 +130,8 @@ class Exchange:
         self._given_up = False
         """Whether an exception has ended the backward whose buckets leave now."""
         self._apart = False
-        """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them, or somebody has
-        kept those that backward adds to.
+        """Whether `.grad`s are outside of the buckets' memory in this step, for hooks or a script may read those that
+        backward adds to.
         """
         self._first: Slot | None = None
         self._hooks: dict[str, GradientHook] = {}
@@ -147,7 +147,7 @@ class Exchange:
         Args:
             on_first_grad: whether a backward is exchanged; if so calls `begin`.
             on_duplicate_grad: called for a gradient that has come in this step already.
-            may_look: whether hooks may look at gradients of this backward, also at those that are on their way.
+            may_look: whether hooks may look at gradients of this backward, also at those in flight.
         """
         self._on_first_grad, self._on_duplicate_grad, self._may_look = on_first_grad, on_duplicate_grad, may_look
         for name in self._parameters.keys() - set(self.plan.gradients):
@@ -271,7 +271,7 @@ class Exchange:
         """Send all unsent buckets and set the flag that an exception ended this rank's backward: so ranks' collectives
         stay in step, wherever in the backward each of them failed, and the other ranks raise.
 
-        Nobody waits for what is on its way before the next backward, and a script zeroes gradients before that, maybe
+        No rank waits for messages in flight before the next backward, and a script zeroes gradients before that, maybe
         in place: `.grad`s leave the buckets, which are still written to.
         """
         if not (self.open or self._on_first_grad()):
@@ -299,7 +299,7 @@ class Exchange:
             slot.touched = slot.name in touched
 
     def close(self) -> None:
-        """Take the hooks off. `.grad`s stay what they are: views of buckets that nobody else writes to any more."""
+        """Take the hooks off. `.grad`s stay what they are: views of buckets that are no longer written to."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

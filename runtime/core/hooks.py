@@ -21,7 +21,7 @@ class GradientHook:
 
     It is on the node of autograd's that adds gradients up, as DDP's is: hooks on the parameter come before it,
     whenever they were registered. The parameter does not keep that node, so it is kept here. Node and hook live as
-    long as somebody keeps a graph, so `after` has to hold the session weakly.
+    long as a graph is kept, so `after` has to hold the session weakly.
     """
 
     __slots__ = ("_after", "_before", "_handles", "_node", "_parameter")
@@ -83,7 +83,7 @@ class HookWatch:
         cls.own += 1
 
     def may_look(self, on_nodes: Iterable[GradientHook]) -> bool:
-        """Tell, once in each backward, whether there may be hooks of the user's beside the session's `on_nodes`."""
+        """Return, once in each backward, whether there may be hooks of the user's besides the session's `on_nodes`."""
         given = RemovableHandle.next_id - self.own
         news = given != self._given
         if news or self._found:
@@ -116,7 +116,7 @@ class ModulePreHook:
 
 class UpdateHooks:
     """Are called right before and right after an optimizer's update: all hooks of the user's on the step, whenever they
-    were registered, run outside of them, as they do where nobody shares or delays the step.
+    were registered, run outside of them, as they do if the step is neither sharded nor delayed.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ A parameter that no rank used must keep its `.grad` as it was, and a rank cannot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,15 @@ class UsageFlags:
         self._per_element = max(1, exact_bits // self._bits)
         self._parameters, self._dtype, self.ranks = parameters, dtype, ranks
         self._counters = -(-parameters // self._per_element)
+        self._shifts = self._bits * torch.arange(self._per_element)
+        """Places of an element's counters, in bits."""
         self.elements = self._counters + 1
         """Number of elements for the counters of all parameters and for that of ranks that gave the step up."""
 
     def lie_in(self, message: Message) -> None:
         """Place them in the last `elements` of a message."""
         self._message = message
-        self._everything = self._pack(range(self._parameters)).to(message.flat.device)
+        self._everything = self._pack([]).to(message.flat.device)
 
     @property
     def on_host(self) -> bool:
@@ -46,12 +48,10 @@ class UsageFlags:
 
     def write(self, unused: Sequence[int]) -> None:
         """Count this rank in, before the message leaves, for every parameter but the unused."""
-        left_out = set(unused)
-        used = (index for index in range(self._parameters) if index not in left_out)
-        self._tail.copy_(queued_to(self._pack(used), self._tail.device) if unused else self._everything)
+        self._tail.copy_(queued_to(self._pack(unused), self._tail.device) if unused else self._everything)
 
     def write_given_up(self) -> None:
-        """Record, before the message is sent, that an exception ended this rank's backward: it counts for no parameter."""
+        """Record, before the message is sent, that an exception ended this rank's backward: no parameter counts."""
         self._tail.zero_()
         self._tail[-1] = 1
 
@@ -63,21 +63,16 @@ class UsageFlags:
     def used_somewhere(self) -> set[int]:
         """Return, after the message has come, the parameters that any rank used. Waits for the device."""
         tail = self._tail.real if self._tail.is_complex() else self._tail
-        values = [int(value) for value in tail.double().cpu().tolist()]
-        if self._per_element == 1:
-            return {index for index, value in enumerate(values[: self._counters]) if value}
-        mask = (1 << self._bits) - 1
-        return {
-            index
-            for index in range(self._parameters)
-            if (values[index // self._per_element] >> (self._bits * (index % self._per_element))) & mask
-        }
+        counters = tail[: self._counters].double().cpu().long()[:, None] >> self._shifts
+        if self._per_element > 1:
+            counters &= (1 << self._bits) - 1
+        return set(counters.flatten()[: self._parameters].nonzero().flatten().tolist())
 
-    def _pack(self, used: Iterable[int]) -> Tensor:
-        packed = [0] * self.elements
-        for index in used:
-            packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
-        return torch.tensor(packed, dtype=torch.float64).to(self._dtype)
+    def _pack(self, unused: Sequence[int]) -> Tensor:
+        counters = torch.zeros(self.elements * self._per_element, dtype=torch.int64)
+        counters[: self._parameters] = 1
+        counters[list(unused)] = 0
+        return (counters.view(self.elements, -1) << self._shifts).sum(dim=1).to(self._dtype)
 
 
 def used_on_any(reported: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FSDP2's collectives on hosts without accelerators, beside computation: there its own block until they are done.
+"""FSDP2's collectives on hosts without accelerators, overlapped with computation: its own block until they are done.
 
 A gather is begun where FSDP2 asks for it and waited for where FSDP2 needs it. FSDP2 does not wait for reduce-scatters:
 one is left under way only where nothing reads its result before backward ends, and then waited for before `backward()`
@@ -40,7 +40,7 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.
 
 
 def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float | None = None) -> HostCollectives:
-    """Let the collectives of a model that `fully_shard` has wrapped go on beside its computation, on CPUs.
+    """Overlap the collectives of a model that `fully_shard` has wrapped with its computation, on CPUs.
 
     Every rank calls it, for several models in the same order. `timeout_s`: deadline of every wait; default: the process
     group's own.

@@ -78,7 +78,7 @@ class SerialMessages:
 
     def _begin(self, ring: _Ring, to: Tensor, of: Tensor, group: dist.ProcessGroup) -> Future[None]:
         message: Future[None] = Future()
-        # The thread keeps what it was given until after it has told that the call is over.
+        # The thread keeps what it was given until after it has reported that the call is over.
         self._calls.put(partial(self._carry, message, ring, [of, to], group))
         return message
 

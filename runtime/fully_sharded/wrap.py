@@ -47,7 +47,7 @@ def fully_shard(
         mesh: of all ranks of torch.distributed: 1-D, or for plans with `shard_ranks` 2-D with names, the inner
             dimension of which holds one copy of the parameters; default: made of all ranks.
         mp_policy: FSDP2's, for every group; a plan with `reduce_dtype` adds that. Predictions are of parameters that
-            travel in their own dtype.
+            are sent in their own dtype.
         timeout_s: deadline for the other ranks to come here; default: the process group's own.
 
     Returns:
@@ -96,7 +96,7 @@ def problem_with(
     model: nn.Module, plan: Plan, ranks: int, mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> str | None:  # fmt: skip
-    """Return the first reason why FSDP2 cannot wrap this model as the plan says on so many ranks, or None."""
+    """Return the first reason why FSDP2 cannot wrap this model by the plan on this number of ranks, or None."""
     spec = plan.fsdp2
     if spec is None:
         return (

@@ -203,7 +203,7 @@ class Mode:
         return nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside the plan: what `load` continues from."""
+        """Return what a checkpoint needs besides the plan: what `load` continues from."""
         carried = self.host.exchange.carried.state()
         return {"rank": self.host.world.rank, "carried": carried} if carried else {}
 

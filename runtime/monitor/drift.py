@@ -133,7 +133,7 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
     windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last), WINDOW_STEPS)]
     # Times of buckets are the most marks to read, and only a drift asks for them.
     measured = measured_times(last, clock, with_buckets=False)
-    if all(step.update_end is None for step in last):  # without an optimizer nobody times the update
+    if all(step.update_end is None for step in last):  # without an optimizer the update is not timed
         predicted = replace(predicted, update_us=0.0)
     medians = [statistics.median(clock.between_us(s.forward, s.end) for s in window) for window in windows]
     slower = min(medians) + measured.update_us > (1.0 + SLOWER) * predicted.step_us
@@ -209,7 +209,7 @@ class DriftGuard:
         self._warned, self.verdict = False, None
 
     def step_done(self, steps: Iterable[StepMarks]) -> None:
-        """Judge now and then, after each step, the last steps of this plan. Warns (DriftWarning), once, if they drift."""
+        """Judge now and then, after a step, the last steps of this plan. Warns (DriftWarning), once, if they drift."""
         self._done += 1
         if self._done < self._due or self._predicted is None:
             return

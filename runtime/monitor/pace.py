@@ -1,6 +1,6 @@
 """Whether delayed steps are shorter than the synchronous ones of the warm-up before them: if not, delay does only harm.
 
-Steps are timed in turns of k, for one of k takes what was pulled; what counts is the median of some turns, so that a
+Steps are timed in groups of k, for one of k takes what was pulled; what counts is the median of some groups, so that a
 validation in between does not. Work that changes with the delay's beginning (longer batches, say) is taken for its
 doing. Every worker tells the others what it saw behind one push, so that all decide alike, at one step, without a
 message of their own.
@@ -25,7 +25,7 @@ from runtime.monitor.verdict import Z_SCORE, Verdict, faster
 TURNS, SKIPPED = 16, 2
 """Turns of k steps that are timed, before and after, and that are left out when the delay begins."""
 NO_TIMING = (0.0, 0.0, 0.0)
-"""Told in all steps but one: (synchronous step, delayed step, noise of their difference), in microseconds."""
+"""Report of all steps but one: (synchronous step, delayed step, noise of their difference), in microseconds."""
 
 
 class Pace:
@@ -41,7 +41,7 @@ class Pace:
         """Times of the warm-up's turns, when the delay has begun."""
         self._after: list[Any] = []
         self.verdict: Verdict | None = None
-        """None until all ranks have told what they saw, and where the warm-up or the delay is too short to say."""
+        """Verdict; None until all ranks have reported, and if the warm-up or the delay is too short for one."""
 
     def state(self) -> dict[str, Any]:
         """Return what `load` continues from: what the warm-up showed, and whether that is still to be compared."""

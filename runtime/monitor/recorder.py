@@ -17,7 +17,7 @@ from runtime.monitor.clock import Clock
 from runtime.torch_compat import ModuleHook, hook_after_forward, hook_before_forward
 
 KEPT_STEPS = 60
-"""More than `runtime.monitor.drift` judges: the last ones may still be on their way through a device."""
+"""Number of steps that are kept, more than `runtime.monitor.drift` judges: the last ones may still be on a device."""
 
 
 USUAL_STEP_US = 1e5
@@ -25,7 +25,7 @@ USUAL_STEP_US = 1e5
 
 @dataclass(slots=True, eq=False)
 class StepMarks:
-    """Marks of one step, of so many buckets and gradients; None: it did not happen."""
+    """Marks of one step; None: it did not happen."""
 
     buckets: InitVar[int]
     gradients: InitVar[int]
@@ -68,7 +68,7 @@ class Recorder:
         self._now = StepMarks(*self._shape)
 
     def restart(self, buckets: int, gradients: int) -> None:
-        """Forget all steps: another plan begins. What has been seen of the step that is on its way is kept."""
+        """Forget all steps: another plan begins. Marks of the present step are kept."""
         self.steps.clear()
         self.restarts += 1
         self._shape = (buckets, gradients)
@@ -139,7 +139,7 @@ class Recorder:
         return [self.clock.between_us(a.end, b.end) for a, b in pairwise(self.steps)]
 
     def step_us(self, last: int) -> float:
-        """Return the median of at most so many last steps; of none, where another plan has just begun, a usual time."""
+        """Return the median of the last steps; of none, if another plan has just begun, a usual time."""
         return statistics.median(self.intervals_us()[-last:] or [USUAL_STEP_US])
 
     def _before_update(self, *_: Any) -> None:

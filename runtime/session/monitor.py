@@ -28,14 +28,14 @@ class Monitor:
         self.drift = DriftGuard(world.rank, recorder.clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
         self.trial: Trial | None = None
-        """Tries a plan against the exact one beside it, if any; `trial.verdict` is what came out."""
+        """Trial of a plan against its exact fallback, if any; `trial.verdict` is the result."""
         self.tried: str | None = None
         """Digest of the plan that was tried by the run that this one continues."""
         self._guard: Guard | None = None
         self.try_plan(plan)
 
     def try_plan(self, plan: Plan) -> None:
-        """Try a plan that the user has given, where it has an exact one beside it."""
+        """Try a plan that the user has given, if it has an exact fallback."""
         sends_less = plan.accuracy != "exact" and plan.delay is None
         tried = self._guarded and sends_less and plan.fallback is not None and self._world.ranks > 1
         self.trial = Trial(plan, self._world, self.recorder) if tried else None
@@ -75,7 +75,7 @@ class Monitor:
         return {} if tried is None else {"tried": tried}
 
     def load(self, state: Mapping[str, Any], plan: Plan) -> Plan | None:
-        """Repeat no trial of this plan that was over; return the exact plan, where the run went on with that."""
+        """Repeat no trial of this plan that was over; return the exact plan if training continued with that."""
         if self.trial is None or state.get("tried") != plan.digest():
             return None
         self.trial, self.tried = None, plan.digest()

@@ -32,7 +32,7 @@ MIN_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseReport:
-    """One phase of a bucket on one kind of link: means in microseconds from the step's start."""
+    """One phase of a bucket, on intra-node or inter-node links: means in microseconds from the step's start."""
 
     name: str
     link: str
@@ -254,28 +254,25 @@ class _Backward:
     marks: StepMarks
     begun: Any
     """Mark of its start: of the forward, or of the end of the backward before if both go through one forward."""
-    forward_us: float
-    backward_us: float
-    wait_us: float
-    earlier_us: tuple[float, float]
+    last_us: tuple[float, float, float]
+    """Forward, backward and waiting of the last micro-batch."""
+    whole_us: tuple[float, float, float]
+    """The same of all micro-batches."""
 
     @classmethod
     def of(cls, marks: StepMarks, before: StepMarks | None, clock: Clock) -> _Backward | None:
-        """None where a mark is missing."""
+        """Return the times of a backward; None if a mark is missing."""
         apart = marks.forward is None or marks.forward_end is None
         begun = (before.end if before else None) if apart else marks.forward
         middle = begun if apart else marks.forward_end
         if begun is None or marks.backward_end is None or marks.end is None:
             return None
-        between = clock.between_us
-        return cls(
-            marks, begun, between(begun, middle), between(middle, marks.backward_end),
-            between(marks.backward_end, marks.end),
-            (
-                sum(between(start, end) for start, end, _ in marks.micro_batches),
-                sum(between(end, over) for _, end, over in marks.micro_batches),
-            ),
-        )  # fmt: skip
+        forward_us, backward_us, wait_us = map(
+            clock.between_us, (begun, middle, marks.backward_end), (middle, marks.backward_end, marks.end)
+        )
+        forwards_us = forward_us + sum(clock.between_us(start, end) for start, end, _ in marks.micro_batches)
+        backwards_us = backward_us + sum(clock.between_us(end, over) for _, end, over in marks.micro_batches)
+        return cls(marks, begun, (forward_us, backward_us, wait_us), (forwards_us, backwards_us, wait_us))
 
 
 @dataclass(frozen=True)
@@ -295,19 +292,14 @@ class _Step:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        return (
-            sum(one.forward_us + one.earlier_us[0] for one in self.backwards),
-            sum(one.backward_us + one.earlier_us[1] for one in self.backwards),
-            sum(one.wait_us for one in self.backwards),
-            self.update_us,
-        )
+        """Forward, backward, waiting and update."""
+        forward_us, backward_us, wait_us = map(sum, zip(*(one.whole_us for one in self.backwards), strict=True))
+        return forward_us, backward_us, wait_us, self.update_us
 
     @property
-    def earlier(self) -> tuple[float, float, float]:
+    def earlier(self) -> list[float]:
         """Forward, backward and waiting before the last micro-batch."""
-        forward_us, backward_us, wait_us, _ = self.parts
-        last = self.backwards[-1]
-        return forward_us - last.forward_us, backward_us - last.backward_us, wait_us - last.wait_us
+        return [whole_us - last_us for whole_us, last_us in zip(self.parts, self.backwards[-1].last_us, strict=False)]
 
     def until(self, mark: Any, clock: Clock) -> float:
         """Return the time from the step's start to a mark of its last backward, without the script's own in between."""
@@ -405,7 +397,7 @@ def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock, *, in_run: bool
     if len(known) < MIN_STEPS or predicted is None:
         return None
     measured = measured_times(known, clock, with_buckets=False)
-    updated = measured.update_us > 0.0  # without an optimizer nobody times the update
+    updated = measured.update_us > 0.0  # without an optimizer the update is not timed
     return cause_of_error(
         computed_us=measured.compute_us + measured.update_us,
         predicted_computed_us=predicted.compute_us + (predicted.update_us if updated else 0.0),

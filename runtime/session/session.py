@@ -1,6 +1,6 @@
 """A model that trains by a plan: its mode and exchange, what watches over it, and how another plan takes its place.
 
-What happens in one step is told in `runtime.core.backward`.
+`runtime.core.backward` has the sequence of one step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Director(Protocol):
     """Decides on plans while a session trains."""
 
     def step_done(self) -> Plan | None:
-        """Return the plan of the next step, alike on all ranks, which may meet here; None: the present one goes on.
+        """Return the plan of the next step, alike on all ranks, which may meet here; None: the present one continues.
 
         Called when all gradients of a step are there, before the optimizer's step.
         """
@@ -274,7 +274,7 @@ class Session:
     def global_weights(self) -> Iterator[None]:
         """Give the model the synchronized weights and buffers inside: to evaluate, and to save them.
 
-        Only plans with a delay leave ranks with weights of their own, and of those whose ranks share the step some
+        Only plans with a delay leave ranks with weights of their own, and some with the sharded step
         round them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls
         it between the same two steps. What a script changes inside is lost.
 
@@ -287,7 +287,7 @@ class Session:
             yield
 
     def wait_for_weights(self) -> None:
-        """Return when the weights of the last step have come, where a plan has them come beside the next forward.
+        """Block until the weights of the last step are here, if the plan gathers them during the next forward.
 
         Whoever reads a parameter through torch waits for it by itself: modules and any other forward, `state_dict`,
         copies, moving averages, `p.data`. Call this before what does not ask a parameter's class: a CUDA graph's
@@ -490,7 +490,7 @@ class Session:
             self.monitor.tried = state.get("tried")
 
     def exchange_alone(self) -> None:
-        """Send every bucket once, as it is, with no backward beside it (for measuring)."""
+        """Send every bucket once, as it is, without a backward (for measuring)."""
         for bucket in self.exchange.buckets:
             self.exchange.launcher.communicator.launch(bucket.payload, CommTiming())
         self.exchange.launcher.communicator.wait()
@@ -504,7 +504,7 @@ class Session:
         """Make the model plain again; gradients stay, as tensors of their own.
 
         Args:
-            leave: give the process group back; False where the caller made it and goes on with it.
+            leave: give the process group back; False if the caller made it and continues to use it.
         """
         if not self._handles:
             return

@@ -1,4 +1,4 @@
-"""A parameter whose new values are on their way from other ranks: whoever looks at them through torch waits first.
+"""A parameter whose new values are being gathered from other ranks: reading them through torch waits first.
 
 Torch asks a parameter's class before it does anything with its numbers, so for that time the parameter has another
 class than before; it stays the same object, in the same memory. What asks nothing of the numbers does not wait.
@@ -141,7 +141,7 @@ def come(parameter: AwaitedParameter) -> None:
 
     Raises:
         CommunicationError: a rank did not come within the deadline.
-        InputError: the session that they were on their way to is gone.
+        InputError: the session that gathered them is gone.
     """
     who, gather = parameter._from
     owner = who()

@@ -1,4 +1,4 @@
-"""The buckets of a plan whose ranks share the optimizer's step: each gets the average of its part of every gradient.
+"""The buckets of the sharded optimizer step: each rank gets the average of its part of every gradient.
 
     bucket complete   ─▶ part r of it goes to rank r, which adds up what comes, always in order of rank
     end of backward   ─▶ behind the last bucket ranks tell each other which gradients came on any of them; every `.grad`
@@ -54,7 +54,7 @@ class ReduceScatter(Launcher):
         narrow: dict[int, NarrowPart] = {}
         for bucket, planned in zip(buckets, plan.buckets, strict=True):
             if not planned.dense:
-                compressor = make_wire(planned.compressor, ranks=1)  # nobody adds up in the wire's dtype
+                compressor = make_wire(planned.compressor, ranks=1)  # nothing is added up in the wire's dtype
                 narrow[bucket.index] = NarrowPart(bucket, world.rank, world.ranks, compressor, rounded=rounded)
                 self.parts_of.append([narrow[bucket.index]])
             else:
@@ -85,7 +85,7 @@ class ReduceScatter(Launcher):
         return partial(_make_room, exchange, slot)
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """See `Launcher.separates`. Whoever has kept a sharded gradient has none of it to go on looking at."""
+        """See `Launcher.separates`. A kept sharded gradient has no memory that a script could look at."""
         return may_look
 
     def missing(self, slot: Slot) -> None:
@@ -189,7 +189,7 @@ class ReduceScatter(Launcher):
 
 
 def padded_length(ranks: int, planned: PlanBucket, elements: int) -> int:
-    """Return how long a flat buffer of so many elements of a bucket is, for as many equal parts as there are ranks."""
+    """Return the length of a flat buffer of a bucket's `elements`, for as many equal parts as there are ranks."""
     if planned.dense:
         return -(-elements // ranks) * ranks
     return ranks * make_wire(planned.compressor, ranks=1).cut(elements, ranks, torch.float32).share
@@ -197,7 +197,7 @@ def padded_length(ranks: int, planned: PlanBucket, elements: int) -> int:
 
 def _make_room(exchange: weakref.ref[Exchange], slot: Slot, _gradients: Any) -> None:
     """Put this rank's share of an average that is still there in its place, for a gradient that is about to be added.
-    Raises InputError where hooks would see the sum, of which this rank has a part alone; the other ranks are told.
+    Raises InputError where hooks would see the sum, of which this rank has a part alone; the other ranks raise, too.
     """
     gradient = slot.parameter.grad
     if not isinstance(gradient, ShardedGradient):

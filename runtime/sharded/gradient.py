@@ -1,7 +1,7 @@
 """Tensors of which each rank holds a part alone: the `.grad` of a parameter whose gradient ranks share, its average,
 and what the optimizer keeps by element.
 
-What a script does to gradients between backward and step goes on working where it can be done by parts: scaling and
+Operations of scripts on gradients between backward and step work as before if they can be done by parts: scaling and
 clamping in place, zeroing, a GradScaler's check, and norms, which ranks add up (so `clip_grad_norm_` is right).
 Whatever else would look at numbers that this rank does not have is refused by name; the tensor itself holds NaN, so
 that what comes here by another way cannot go unnoticed.

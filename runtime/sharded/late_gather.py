@@ -1,4 +1,4 @@
-"""Weights that are gathered beside the next forward: half of every all-reduce hides there (DeAR; Zhang et al., ICDCS
+"""Weights that are gathered during the next forward: half of every all-reduce hides there (DeAR; Zhang et al., ICDCS
 2023).
 
 optimizer.step()    this rank's parts are updated, and all gathers launched, in the plan's order, in a process group of
@@ -6,8 +6,8 @@ optimizer.step()    this rank's parts are updated, and all gathers launched, in 
 until one has come  its parameters are `AwaitedParameter`s: what torch does with their numbers waits for them
 a module's forward  waits for the module's own parameters, on behalf of C++ that is handed them past torch
 
-Waiting is a rank's own affair and always right, so where it may be that somebody looks unseen, the step itself waits:
-where a tensor beside the parameter looks at its memory, where a script has moved it, or a compiled program runs.
+Waiting is a rank's own affair and always right, so where a read may be unseen, the step itself waits:
+where a tensor besides the parameter looks at its memory, where a script has moved it, or a compiled program runs.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Gather:
             part.take_weights(rows[:, start:stop])
             start = stop
 
-    # Whether somebody may look at its weights unseen.
+    # Whether its weights may be read unseen.
 
     def remember(self) -> None:
         """Remember the number of tensors that look at the buffers now, when only this package has any."""
@@ -149,7 +149,7 @@ class LateStep(ShardedStep):
         self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock, model: nn.Module,
         groups: Sequence[tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """Begin to share the step; all ranks call this. `groups`: the buckets of each gather, in the order of their
+        """Begin to shard the step; all ranks call this. `groups`: the buckets of each gather, in the order of their
         launches.
 
         Raises CommunicationError where a rank does not come.
@@ -271,7 +271,7 @@ class LateStep(ShardedStep):
     # The end, and what a report says.
 
     def end(self) -> None:
-        """See `ShardedStep.end`. Weights that have not come become NaN, so that nobody goes on with old ones."""
+        """See `ShardedStep.end`. Weights that have not come become NaN, so that no script continues with old ones."""
         self._at_exit.cancel()
         try:
             self.wait_for_weights()
@@ -329,7 +329,7 @@ os.register_at_fork(before=_before_fork)
 
 
 def _finish(communicator: weakref.ref[Communicator], device: torch.device) -> None:
-    """Complete, at the end of a script, the gathers that other ranks may still wait for, unless an exception ends it."""
+    """Complete, at the end of a script, gathers that other ranks may wait for, unless an exception ends it."""
     here, error = communicator(), sys.exc_info()[1] or getattr(sys, "last_exc", None)
     if here is None or not (error is None or isinstance(error, SystemExit)):
         return

@@ -1,4 +1,4 @@
-"""One rank's part of a message whose ranks share the optimizer's step: of its averaged gradients, and of its weights.
+"""One rank's part of a message in the sharded optimizer step: of its averaged gradients, and of its weights.
 
 All ranks compute with the same weights, which lie in `whole`. What the optimizer updates is this rank's part of it; or,
 where weights are gathered in bfloat16, a float32 copy of that part, the master weights, of which everybody, its owner
@@ -32,7 +32,7 @@ class OwnPart(Part):
         super().__init__(message, rank, ranks, message.flat.numel() // ranks)
         self.own = slice(rank * self.share, (rank + 1) * self.share)
         self.whole = torch.zeros_like(message.flat)
-        """All weights, where parameters lie while ranks share the step. Shape (ranks · share,)."""
+        """All weights, where parameters lie during the sharded mode. Shape (ranks · share,)."""
         rounded = rounded and self.whole.dtype == MASTER
         self.master = torch.zeros_like(self.whole[self.own]) if rounded else None
         """This rank's weights before they are rounded. Shape (share,)."""

@@ -44,7 +44,7 @@ def cut_value(value: Any, slot: Slot, place: slice) -> Any:
 
 
 def is_by_element(value: Any, length: int) -> bool:
-    """Tell whether an entry of the state of a piece, of so many elements, is by element."""
+    """Return whether an entry of the state of a piece of `length` elements is by element."""
     return isinstance(value, Tensor) and value.shape == (length,)
 
 
@@ -89,7 +89,7 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, length: int) -> _Form:
-        """Return the form of an entry of a piece of so many elements."""
+        """Return the form of an entry of a piece of `length` elements."""
         if is_by_element(value, length):
             return cls(value.dtype)
         return cls(None, value.detach().cpu(), value.device.type) if isinstance(value, Tensor) else cls(None, value)

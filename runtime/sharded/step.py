@@ -8,7 +8,7 @@ between steps       groups, schedulers and hooks on the step see parameters; the
                     is cut in the next step; `whole_optimizer_state` puts the whole together
 
 Where the plan gathers weights in bfloat16, all ranks, the owner too, see and compute with rounded weights as long as
-they share the step, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
+the step is sharded, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
 checkpoint has it in the session's state, `global_weights` shows all of them, and the end leaves them whole on all
 ranks (after an error, the rounded ones). What a script changes of the rounded weights counts from the next step on.
 """
@@ -306,7 +306,7 @@ class ShardedStep(StepHooks):
         """
         self._swap_back()
         self._handle.remove()
-        if vars(self._optimizer).get("step") is self._guarded:  # where somebody has wrapped it since, it does nothing
+        if vars(self._optimizer).get("step") is self._guarded:  # if a script has wrapped it since, it does nothing
             if self._step_before is None:
                 del self._optimizer.step
             else:
@@ -354,7 +354,7 @@ class ShardedStep(StepHooks):
 
 
 def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
+    """Return why the step of parameters cannot be sharded of which two lie in the same memory, or None."""
     places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
     for (start, name), (following, other) in pairwise(places):
         tensor = parameters[name]
@@ -408,7 +408,7 @@ class Home:
 
     @torch.no_grad()
     def __init__(self, part: OwnPart) -> None:
-        """Move parameters to the buffer, but for those that somebody else looks at; their values stay."""
+        """Move parameters to the buffer, but for those whose memory a script looks at; their values stay."""
         self.part, self._apart = part, False
         self._lay_out()
         for slot, view in self._views:

@@ -47,10 +47,10 @@ def all_finite(flat: Tensor) -> Tensor:
 
 
 class ResidualBuffers:
-    """A residual and the one after the step on its way: two buffers that change places. Shapes (elements,).
+    """A residual and the next one: two buffers that change places. Shapes (elements,).
 
     On a device the host does not know whether a step counts. So there the device keeps which buffer is which, kernels
-    look it up, and nothing is copied until somebody else asks for the residual.
+    look it up, and nothing is copied until the host asks for the residual.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, *, on_device: bool) -> None:

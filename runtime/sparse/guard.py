@@ -1,6 +1,6 @@
 """Whether compressed buckets do no harm, sampled while training.
 
-Now and then, one bucket after the other, ranks look together at what a bucket has left behind; what they look at, and
+Now and then, one bucket after the other, ranks look together at what a bucket has not sent; what they look at, and
 what is too much, is the bucket's own affair (`runtime.sparse.samples`). A bucket that does harm several times in a row
 is sent otherwise from then on: in a wider format, or whole. All ranks see the same sums, and rank 0's figures count, so
 that all decide alike.
@@ -49,7 +49,7 @@ class Guard:
             self._next.expect()
 
     def step_done(self, step: int) -> Watched | None:
-        """Return, after each step and before the optimizer's, the bucket that does harm, if any. Ranks may meet here."""
+        """Return, before each step of the optimizer, the bucket that does harm, if any. Ranks may meet here."""
         self._steps += 1
         if not self._buckets or self._world.group is None:
             return None

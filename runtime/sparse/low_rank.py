@@ -1,7 +1,7 @@
-"""Buckets of low rank: factors of matrices are all-reduced, and what their product leaves out is sent later.
+"""Buckets of low rank: factors of matrices are all-reduced, and the error of their product is sent later.
 
-See `runtime.sparse.compressors.powersgd` for what is sent. Beside the residual a bucket keeps what the next step starts
-from, which is the same on all ranks; it counts when the step's residuals do.
+See `runtime.sparse.compressors.powersgd` for what is sent. Besides the residual a bucket keeps the right factors that
+the next step starts from, which is the same on all ranks; it counts when the step's residuals do.
 """
 
 from __future__ import annotations

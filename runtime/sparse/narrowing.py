@@ -55,8 +55,8 @@ class TwoShots(NarrowEncoder):
     def __init__(
         self, feedback: BucketResidual, compressor: WireCompressor, elements: int, peers: Peers, tail_elements: int
     ) -> None:
-        """Lay out the message of a vector of so many elements, of each of which `feedback` may have a residual; the
-        tail (float32) has `tail_elements` and is sent as it is.
+        """Lay out the message of a vector of `elements`, of each of which `feedback` may have a residual; the tail
+        (float32) has `tail_elements` and is sent as it is.
         """
         cut = compressor.cut(elements, peers.ranks, feedback.dtype, share_of(tail_elements, peers.ranks))
         super().__init__(feedback, compressor, cut, peers.seed)

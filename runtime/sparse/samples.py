@@ -2,7 +2,7 @@
 how they are sent then. One class for each way to send less; the guard knows none of them.
 
 **Selected elements** (`Selecting`) have δ of LAGS-SGD's Assumption 1 (Shi et al., ECAI 2020), which compares what is
-left behind with what random-k of the summed gradients would leave; while it is at most 1, the paper's convergence
+not sent with what random-k of the summed gradients would leave; while it is at most 1, the paper's convergence
 holds.
 
 **Narrow elements** (`Rounding`) have the median, over elements that have a gradient, of |lost| / |gradient|, both of
@@ -42,8 +42,8 @@ MAX_DELTA = 1.0
 MOST_LOST, MOST_STEPS_LATE = 0.5, 10.0
 
 DRAWN = 1 << 16
-"""Elements of a narrow bucket that are looked at, at most: with so many, what is called the median has between 49 % and
-51 % of all elements below it (five standard deviations), and their sums cost little beside the bucket's own.
+"""Elements of a narrow bucket that are looked at, at most: with this number, the sample's median has between 49 % and
+51 % of all elements below it (five standard deviations), and their sums cost little compared with the bucket's own.
 """
 
 
@@ -97,7 +97,7 @@ def delta(accumulated_sum: Tensor, sent_sum: Tensor, k: int) -> float:
 
     RandK keeps each of n elements with probability k/n, so the expectation is (1 − k/n)·‖Σacc‖²: nothing is drawn.
     `accumulated_sum` is the sum over ranks of residual + gradient, `sent_sum` of what was sent, zero where nothing was.
-    δ is 0 where nothing was left behind, +∞ where something was though random-k would leave nothing, NaN where sums are
+    δ is 0 where everything was sent, +∞ where something was though random-k would leave nothing, NaN where sums are
     not finite.
     """
     elements = accumulated_sum.numel()
@@ -203,7 +203,7 @@ class Rounding:
         self, gradient: Tensor, unsent: Callable[[], Tensor], step: int, *, start: int = 0, elements: int | None = None
     ) -> None:  # fmt: skip
         """Remember, in a step that is to be sampled, some elements of this rank's gradient and of its residual, which
-        `unsent` returns; both 1-D. `start`, `elements`: where in a vector of so many they begin, of which each rank has
+        `unsent` returns; both 1-D. `start`, `elements`: first of them, in a vector of which each rank has
         a part to send; by default each has all.
         """
         if not self._expected:

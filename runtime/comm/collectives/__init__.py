@@ -70,7 +70,7 @@ def phases_in(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...] | Non
 
 
 def asks_for_nodes(plan: Plan) -> bool:
-    """Return whether the plan, or its fallback, has collectives on two kinds of link."""
+    """Return whether the plan, or its fallback, has hierarchical collectives."""
     return any(bucket.transport.hierarchical for bucket in plan.buckets) or (
         plan.fallback is not None and asks_for_nodes(plan.fallback)
     )

@@ -1,6 +1,6 @@
 """All-to-all, and what two ranks gather, over gloo: sends and receives, receives first.
 
-A sender over gloo is told that its receiver is ready on the connection that carries data the other way. Gloo's own
+A sender over gloo learns that its receiver is ready on the connection that carries data the other way. Gloo's own
 all-to-all begins to send before all its receives are known, so that some of these words wait behind data and links
 idle: of the 25 MB/s of four hosts at 200 Mbit/s it reaches 19, and this 24. So do large gathers of two ranks, which are
 each other's neighbours on both sides: they take half as long again.
@@ -62,9 +62,9 @@ def _pays(size_bytes: int, sent: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 class _Exchange:
-    """Sends and receives that have begun. Gloo tells nobody when one has ended, so a thread waits where that is asked.
+    """Sends and receives that have begun. Gloo has no callback for their end, so a thread waits if one is needed.
 
-    A thread of its own: those who wait for one exchange must not keep another from going on.
+    A thread of its own: waiting for one exchange must not hold up another.
     """
 
     def __init__(self, received: Sequence[Tensor], given: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -87,7 +87,7 @@ class _Exchange:
     def _carry(self, future: torch.futures.Future[Any]) -> None:
         try:
             self._wait()  # no longer than the group's own deadline
-        except Exception as error:  # nobody else hears of it on this thread
+        except Exception as error:  # no caller sees it on this thread
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -102,7 +102,7 @@ class _Exchange:
         return self._over.is_set()
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        """Block until all of it has ended, as `dist.Work` does. Raises dist.DistBackendError: it did not end in time."""
+        """Block until all of it has ended, as `dist.Work` does. Raises DistBackendError: it did not end in time."""
         if self._future is None:
             self._wait(limit)
             return True

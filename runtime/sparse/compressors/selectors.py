@@ -30,7 +30,7 @@ from runtime.sparse.compressors.magnitudes import (
 from runtime.torch_compat import queued_to
 
 SMALL = 1 << 14
-"""Up to so many elements the plain way is faster than `exact`'s."""
+"""Number of elements up to which the plain way is faster than `exact`'s."""
 
 BLOCK = 64
 """Elements per block, at most; CHUNK is a multiple."""
@@ -44,7 +44,7 @@ FEW_BLOCKS = 0.25
 SEARCHES = 30
 
 SMALL_SAMPLE = 1 << 14
-"""Up to so many elements there is nothing to be gained by sampling."""
+"""Number of elements up to which sampling gains nothing."""
 
 SAMPLE = 0.01
 

@@ -2,7 +2,7 @@
 
 A vector is cut into parts, one for each owner, and each part is encoded into one row of bytes: codes, then scales, then
 room for what else is sent. `bfloat16` has no scales. In the other formats a scale is common to a block: a part is cut
-evenly into blocks of at most so many elements, and
+evenly into blocks of at most `block` elements, and
 
     scale = (largest magnitude of the block / largest code), rounded up: for int8 to 7 bits less than the dtype has,
             so that code · scale is exact, else to a power of two
@@ -205,7 +205,7 @@ class WireCompressor:
         self.error_feedback, self.stochastic = error_feedback, stochastic
 
     def cut(self, elements: int, parts: int, wide: torch.dtype, tail: int = 0) -> Cut:
-        """Return the layout of a vector of so many elements of the dtype `wide` in rows for as many owners."""
+        """Return the layout of a vector of elements of the dtype `wide` in one row for each of `parts` owners."""
         share, most = -(-elements // parts), self.format.block
         if most is None:
             return Cut(share, 1, self.dtype, wide, False, tail)
@@ -474,9 +474,9 @@ def scale_bounds(code: torch.dtype, wide: torch.dtype) -> tuple[int, float, floa
 
 
 def _dithered(values: Tensor, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
-    """Round values, in place, to one of the two numbers of a dtype beside each, the likelier the nearer it is."""
+    """Round values, in place, to one of the two neighbouring numbers of a dtype, the likelier the nearer it is."""
     whole = dtype == torch.int8
-    bits = min(16, 23 - (7 if whole else _bits_of(dtype)))  # so many that numbers of the dtype stay what they are
+    bits = min(16, 23 - (7 if whole else _bits_of(dtype)))  # few enough that numbers of the dtype stay what they are
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
     words.random_(-(2**63), None, generator=noise)
     draws = words.view(torch.int16)[: values.numel()].view(values.shape)
@@ -517,7 +517,7 @@ def wider(spec: CompressorSpec) -> CompressorSpec:
 
 
 def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> WireCompressor:
-    """Make what narrows a bucket, whose messages so many ranks add up; `native`: the backend does, in the wire's dtype.
+    """Make the compressor of a bucket that `ranks` ranks add up; `native`: the backend does, in the wire's dtype.
 
     Raises InputError: an unknown name, or options that do not go together.
     """
