@@ -239,9 +239,8 @@ def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: 
 
 def _norm(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     given, *rest = args
-    named = dict(zip(("ord", "dim", "keepdim", "dtype") if name != "norm" else ("p", "dim", "keepdim", "dtype"), rest,
-                     strict=False))  # fmt: skip
-    named |= options
+    first = "p" if name == "norm" else "ord"
+    named = dict(zip((first, "dim", "keepdim", "dtype"), rest, strict=False)) | options
     order = named.pop("ord", named.pop("p", 2))
     if any(value is not None and value is not False for value in named.values()):
         raise refusal(_first(args), f"{name} with {', '.join(named)}")

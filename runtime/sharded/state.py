@@ -27,11 +27,6 @@ and the parameter's `stride`.
 """
 
 
-def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
-    """Return the state of the elements in `place`, in memory order, of a parameter's."""
-    return {key: cut_value(value, slot, place) for key, value in whole.items()}
-
-
 def cut_value(value: Any, slot: Slot, place: slice) -> Any:
     """Return a copy of one entry of a parameter's state, for the elements in `place` alone where it is by element."""
     if not isinstance(value, Tensor):

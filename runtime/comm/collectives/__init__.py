@@ -1,4 +1,4 @@
-"""Collectives that a bucket can be sent by. `COLLECTIVES`, `PHASED` and `NARROW_PHASED` are the only lists of them."""
+"""Collectives that a bucket can be sent by. `COLLECTIVES` and `PHASED` are the only lists of them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ PHASED: Mapping[Transport, Callable[[Topology], tuple[Phase, ...]]] = {
 """Registry of those that a thread of ours carries (`runtime.comm.phased_communicator`): several phases, or sends and
 receives. Each gives its phases in order; other buckets' phases may come between them."""
 
-NARROW_PHASED: Mapping[Transport, Callable[[Topology], tuple[Phase, ...]]] = {
-    TORUS_2D: partial(shard_phases, "all_reduce")
-}
-"""Transports of `PHASED` that also send a bucket encoded between nodes alone, and the phases that they have then."""
-
 
 def is_known(transport: Transport) -> bool:
     """Return whether a transport can be executed."""
@@ -60,12 +55,12 @@ def collective_of(bucket: PlanBucket) -> Collective:
 
 def is_narrow_between(bucket: PlanBucket) -> bool:
     """Return whether a bucket is in a narrow format, and on the links between nodes alone."""
-    return not bucket.dense and bucket.transport in NARROW_PHASED
+    return not bucket.dense and bucket.transport.hierarchical and not bucket.transport.sparse
 
 
 def phases_in(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...] | None:
     """Return the phases of a bucket of a collective that is `PHASED`; None of another one."""
-    phases = (NARROW_PHASED if is_narrow_between(bucket) else PHASED).get(bucket.transport)
+    phases = partial(shard_phases, "all_reduce") if is_narrow_between(bucket) else PHASED.get(bucket.transport)
     return None if phases is None else phases(topology)
 
 
