@@ -78,10 +78,16 @@ def bounded_timeout_s(seconds: float) -> float:
 def deadlines(
     timeout_s: float | None, process_group: dist.ProcessGroup | None = None, expected_s: float = 0.0
 ) -> tuple[float, float | None]:
-    """Return the deadline of every wait of ranks, and after how many seconds a wait is long (None: none is).
+    """Return the deadline of every wait of ranks, and the seconds after which a wait is long (None: no wait is).
 
-    A deadline that was given is exact. Without one that of the script's group counts, as for DDP: a rank may be busy
-    for long outside of a step. A wait is long then from `expected_s` and 30 s on; see `runtime.comm.waits`.
+    Args:
+        timeout_s: the deadline in seconds, which is exact; None: that of the script's group, as for DDP, so that a rank
+            may be busy for long outside of a step.
+        process_group: the script's group; default: all ranks.
+        expected_s: expected seconds of a wait: without a `timeout_s` a wait is long from that, and 30 s, on.
+
+    Raises:
+        InputError: the deadline is out of range.
     """
     if timeout_s is not None:
         return check_timeout_s(timeout_s), None
@@ -140,9 +146,16 @@ class World:
     ) -> World:  # fmt: skip
         """Make a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
 
-        Private, so that nothing the user sends can come between the buckets. All its ranks must call this. For both
-        times see `deadlines`. `alone`: whether a process may do without the others, where a launcher started several
-        and they have no group.
+        Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
+
+        Args:
+            process_group: the ranks; default: all of torch.distributed, or this process alone.
+            timeout_s: deadline of every wait, in seconds; see `deadlines`.
+            notice_s: seconds after which a wait is long; None: no wait is.
+            alone: whether a process may do without the others if a launcher started several and they have no group.
+
+        Returns:
+            This rank's view of the group.
 
         Raises:
             InputError: the deadline is none, or a launcher started several ranks and they have no process group.
@@ -308,7 +321,18 @@ class World:
                     break_off(group, ranks.index(lost))
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Gather every rank's picklable `value`, in order of rank; `what` names the exchange in errors."""
+        """Gather every rank's picklable value; all ranks must call this.
+
+        Args:
+            value: of this rank.
+            what: names the exchange in errors.
+
+        Returns:
+            The values, in order of rank.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
         if self.group is None:
             return [value]
         device = object_device(self.group)
@@ -321,8 +345,18 @@ class World:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def gather_parts(self, part: Tensor, what: str, out: Tensor | None = None) -> Tensor:
-        """Gather every rank's `part` (1-D, of equal length and dtype), one after the other; `out` has memory for it, of
-        which the part may be this rank's.
+        """Gather every rank's part, one after the other.
+
+        Args:
+            part: 1-D, of equal length and dtype on all ranks.
+            what: names the exchange in errors.
+            out: memory for the result, of which `part` may be this rank's; default: new memory.
+
+        Returns:
+            All parts, in order of rank. Shape (ranks · elements of a part,).
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
         """
         whole = part.new_empty(self.ranks * part.numel()) if out is None else out
         with self.error_context(what):

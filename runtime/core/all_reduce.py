@@ -35,8 +35,8 @@ class AllReduce(Launcher):
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self.usage, self._carried, self._recorder, self._exact = usage, carried, recorder, exact
 
-    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        return self._exact and not self._carried.active and (may_look or kept())
+    def detaches_grads(self, hooks_may_read: bool, kept: Callable[[], bool]) -> bool:
+        return self._exact and not self._carried.active and (hooks_may_read or kept())
 
     def launch(self, bucket: BucketBuffer) -> None:
         sent = self._recorder.sent(bucket.index)

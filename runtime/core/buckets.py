@@ -268,8 +268,16 @@ def make_plain_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0,
     length_of: Callable[[PlanBucket, int], int] | None = None,
 ) -> list[BucketBuffer]:  # fmt: skip
-    """Make buckets that send all gradients as they are; see `lay_out`, with `tail_elements` behind the last bucket.
-    `length_of`: (bucket, elements of one of its flat buffers) → how long that is; by default as long.
+    """Make buckets that send all gradients as they are.
+
+    Args:
+        plan: has the gradients of each bucket.
+        parameters: of the model, by name.
+        tail_elements: number of elements behind the gradients of the last bucket.
+        length_of: (bucket, elements of one of its flat buffers) → length of that buffer; default: the same.
+
+    Returns:
+        The buckets in plan order, filled with zeros.
     """
     buckets: list[BucketBuffer] = []
     places = count()
@@ -285,8 +293,15 @@ def make_plain_buckets(
 def lay_out(
     slots: Sequence[Slot], tail_elements: int = 0, length_of: Callable[[int], int] | None = None
 ) -> list[Message]:
-    """Make a flat buffer per dtype, in order of first appearance, as long as `length_of` says of its elements; the
-    first has the tail.
+    """Lay gradients out in one flat buffer for each dtype, in order of first appearance.
+
+    Args:
+        slots: the gradients, in order.
+        tail_elements: number of elements behind the gradients of the first buffer.
+        length_of: elements of a buffer → its length; default: the same.
+
+    Returns:
+        A message for each dtype.
     """
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
@@ -302,8 +317,13 @@ def lay_out(
 
 
 def view_of(flat: Tensor, offset: int, parameter: Tensor, *, alone: bool = False) -> Tensor:
-    """Return the parameter's part of the buffer, with its strides where they are dense (channels-last, say).
-    `alone`: as a tensor whose storage has nothing else of the buffer.
+    """Return the parameter's part of a buffer, with its strides if they are dense (channels-last, for example).
+
+    Args:
+        flat: the buffer, 1-D.
+        offset: first element of the part.
+        parameter: has the shape and strides.
+        alone: whether the storage of the result has nothing else of the buffer.
     """
     strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.

@@ -87,9 +87,12 @@ class Launcher:
         """Return what is called when a gradient is about to be added to `.grad`, if anything; see `GradientHook`."""
         return None
 
-    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """Tell whether `.grad`s of this step are none of the buckets' memory. `may_look`: whether hooks of the user's
-        may look at them while backward runs; `kept`: whether a script has kept a `.grad` that backward adds to.
+    def detaches_grads(self, hooks_may_read: bool, kept: Callable[[], bool]) -> bool:
+        """Return whether `.grad`s of this step are outside of the buckets' memory.
+
+        Args:
+            hooks_may_read: whether hooks of the user's may look at them while backward runs.
+            kept: returns whether a script has kept a `.grad` that backward adds to.
         """
         return False
 
@@ -129,7 +132,7 @@ class Exchange:
         self.open = False
         self._given_up = False
         """Whether an exception has ended the backward whose buckets leave now."""
-        self._apart = False
+        self._grads_detached = False
         """Whether `.grad`s are outside of the buckets' memory in this step, for hooks or a script may read those that
         backward adds to.
         """
@@ -140,16 +143,20 @@ class Exchange:
         self,
         on_first_grad: Callable[[], bool],
         on_duplicate_grad: Callable[[Slot], None],
-        may_look: Callable[[Iterable[GradientHook]], bool],
+        hooks_may_read: Callable[[Iterable[GradientHook]], bool],
     ) -> None:
         """Hook the parameters.
 
         Args:
             on_first_grad: whether a backward is exchanged; if so calls `begin`.
             on_duplicate_grad: called for a gradient that has come in this step already.
-            may_look: whether hooks may look at gradients of this backward, also at those in flight.
+            hooks_may_read: whether hooks may look at gradients of this backward, also at those in flight.
         """
-        self._on_first_grad, self._on_duplicate_grad, self._may_look = on_first_grad, on_duplicate_grad, may_look
+        self._on_first_grad, self._on_duplicate_grad, self._hooks_may_read = (
+            on_first_grad,
+            on_duplicate_grad,
+            hooks_may_read,
+        )
         for name in self._parameters.keys() - set(self.plan.gradients):
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
@@ -176,9 +183,11 @@ class Exchange:
         """Begin a step, whose first gradient is here."""
         self._views.restore()
         self.carried.begin()
-        may_look = self._may_look(self._hooks.values())
-        self._apart = self.launcher.separates(may_look, partial(self._views.others_kept, self._first))
-        if self._apart:
+        hooks_may_read = self._hooks_may_read(self._hooks.values())
+        self._grads_detached = self.launcher.detaches_grads(
+            hooks_may_read, partial(self._views.others_kept, self._first)
+        )
+        if self._grads_detached:
             self._views.part()
         self.open, self._given_up = True, False
         self._next = 0
@@ -205,7 +214,7 @@ class Exchange:
         """End a backward: after this, every `.grad` is final."""
         self._launch_rest()
         self._recorder.end_backward()
-        self.launcher.settle(self._saved, separate=self._apart)
+        self.launcher.settle(self._saved, separate=self._grads_detached)
         self._saved.clear()
         self.clear_used()
         self.open = False
@@ -237,9 +246,9 @@ class Exchange:
                 slot.clear_view()
                 slot.view.zero_()
                 slot.parameter.grad = slot.view
-            elif slot.large or self._apart:
-                slot.take(self._scale, apart=self._apart)
-        if bucket.waiting and not self._apart:
+            elif slot.large or self._grads_detached:
+                slot.take(self._scale, apart=self._grads_detached)
+        if bucket.waiting and not self._grads_detached:
             bucket.take_small(self._scale)
 
     # What ends a step in another way, and the exchange.
@@ -339,12 +348,12 @@ def _gradient_ready(
     bucket = slot.bucket
     bucket.waiting -= 1
     try:
-        if slot.large or here._apart:
-            slot.take(here._scale, apart=here._apart)
+        if slot.large or here._grads_detached:
+            slot.take(here._scale, apart=here._grads_detached)
         if bucket.waiting:
             here._recorder.ready(slot.index)
             return
-        if not here._apart:
+        if not here._grads_detached:
             bucket.take_small(here._scale)
     except RuntimeError as error:
         raise_failed_move(error, bucket)

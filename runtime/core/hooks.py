@@ -82,7 +82,7 @@ class HookWatch:
         output.register_hook(hook)
         cls.own += 1
 
-    def may_look(self, on_nodes: Iterable[GradientHook]) -> bool:
+    def hooks_may_read(self, on_nodes: Iterable[GradientHook]) -> bool:
         """Return, once in each backward, whether there may be hooks of the user's besides the session's `on_nodes`."""
         given = RemovableHandle.next_id - self.own
         news = given != self._given

@@ -58,7 +58,7 @@ class Monitor:
             return self.trial.step_done()
         if self._guard is None or (harmful := self._guard.step_done(step)) is None:
             return None
-        following = self._guard.relieved(mode.plan, harmful)
+        following = self._guard.relax_bucket(mode.plan, harmful)
         if not mode.send_as(harmful.bucket.index, following):
             return following
         self._watch(exchange)

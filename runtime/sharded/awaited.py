@@ -36,7 +36,7 @@ _GRAD: Any = torch.Tensor.grad
 """The attribute of any tensor."""
 
 
-class Awaiting(Protocol):
+class GatherWaiter(Protocol):
     """Waits for a pending all-gather."""
 
     def wait_for(self, gather: int) -> None:
@@ -48,7 +48,7 @@ class AwaitedParameter(nn.Parameter):
     """A parameter whose values are being gathered; `_from` has the waiter, and the number of the gather."""
 
     # Weakly: torch may keep a parameter where no garbage collector looks.
-    _from: tuple[weakref.ref[Awaiting], int]
+    _from: tuple[weakref.ref[GatherWaiter], int]
 
     def __new__(cls, *given: Any, **named: Any) -> nn.Parameter:  # type: ignore[misc]
         """Return a plain one: `type(parameter)(tensor)`, by which scripts make one parameter from another."""
@@ -125,7 +125,7 @@ def _awaited_in(given: Any) -> Iterator[AwaitedParameter]:
         yield from _awaited_in(list(given.values()))
 
 
-def wait_from_now(parameter: nn.Parameter, who: weakref.ref[Awaiting], gather: int) -> None:
+def wait_from_now(parameter: nn.Parameter, who: weakref.ref[GatherWaiter], gather: int) -> None:
     """Let readers of a parameter wait for a gather."""
     parameter.__class__ = AwaitedParameter
     parameter.__dict__["_from"] = who, gather

@@ -84,9 +84,9 @@ class ReduceScatter(Launcher):
     def before_added(self, slot: Slot, exchange: weakref.ref[Exchange]) -> Callable[[Any], None]:
         return partial(_make_room, exchange, slot)
 
-    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """See `Launcher.separates`. A kept sharded gradient has no memory that a script could look at."""
-        return may_look
+    def detaches_grads(self, hooks_may_read: bool, kept: Callable[[], bool]) -> bool:
+        """See `Launcher.detaches_grads`. A kept sharded gradient has no memory that a script could look at."""
+        return hooks_may_read
 
     def missing(self, slot: Slot) -> None:
         """See `Launcher.missing`: of an average that is still there each rank gives its part."""

@@ -40,11 +40,11 @@ from runtime.core.hooks import ModulePreHook
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
 from runtime.monitor.step_report import GatherReport, StepReport
-from runtime.sharded.awaited import Awaiting, make_plain, wait_from_now
+from runtime.sharded.awaited import GatherWaiter, make_plain, wait_from_now
 from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.part import OwnPart
 from runtime.sharded.state import state_bytes
-from runtime.sharded.step import Home, ShardedStep
+from runtime.sharded.step import ParamStorage, ShardedStep
 from runtime.torch_compat import is_in_compiled_code, runs_without_python, storage_uses
 
 HOST_PACKED_BYTES = 2**20
@@ -54,9 +54,11 @@ HOST_PACKED_BYTES = 2**20
 class Gather:
     """One all-gather of weights: messages as they lie, or packed into one where they are small, or rounded."""
 
-    def __init__(self, index: int, buckets: tuple[int, ...], homes: Sequence[Home], scratch: Tensor | None) -> None:
-        """`homes`: of the buckets' messages; `scratch`: where it `packs`, bytes (uint8), `packed_bytes` or more."""
-        self.index, self.buckets, self.homes, self._scratch = index, buckets, homes, scratch
+    def __init__(
+        self, index: int, buckets: tuple[int, ...], storages: Sequence[ParamStorage], scratch: Tensor | None
+    ) -> None:
+        """`storages`: of the buckets' messages; `scratch`: where it `packs`, bytes (uint8), `packed_bytes` or more."""
+        self.index, self.buckets, self.storages, self._scratch = index, buckets, storages, scratch
         self.parameters = [slot.parameter for part in self.parts for slot in part.message.slots]
         first, *_, last = [slot.name for part in self.parts for slot in part.message.slots] * 2
         which = f"bucket{'s' if buckets[1:] else ''} {', '.join(map(str, buckets))}"
@@ -71,20 +73,20 @@ class Gather:
 
     @property
     def parts(self) -> list[OwnPart]:
-        return [home.part for home in self.homes]  # whose buffers may become others
+        return [storage.part for storage in self.storages]  # whose buffers may become others
 
     @staticmethod
-    def packed_bytes(homes: Sequence[Home]) -> int:
+    def packed_bytes(storages: Sequence[ParamStorage]) -> int:
         """Return how much memory a message needs that is packed: this rank's part, and all ranks'."""
-        return sum(home.part.sent_weights_bytes for home in homes) * (homes[0].part.ranks + 1)
+        return sum(storage.part.sent_weights_bytes for storage in storages) * (storages[0].part.ranks + 1)
 
     @staticmethod
-    def packs(homes: Sequence[Home]) -> bool:
+    def packs(storages: Sequence[ParamStorage]) -> bool:
         """Return whether weights are sent in another layout than they have: rounded, or several messages as one.
 
         On hosts a large message costs more to copy there and back than its own start-up.
         """
-        parts = [home.part for home in homes]
+        parts = [storage.part for storage in storages]
         small = min(part.whole.nbytes for part in parts) < HOST_PACKED_BYTES
         on_host = parts[0].whole.device.type == "cpu"
         return any(part.master is not None for part in parts) or (len(parts) > 1 and (small or not on_host))
@@ -102,7 +104,7 @@ class Gather:
     def _packed(self, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the scratch memory, shapes (bytes of a part,) and (ranks, bytes of a part)."""
         ranks = self.parts[0].ranks
-        size = self.packed_bytes(self.homes) // (ranks + 1)
+        size = self.packed_bytes(self.storages) // (ranks + 1)
         return scratch[:size], scratch[size : size * (ranks + 1)].view(ranks, size)
 
     def _unpack(self, rows: Tensor) -> None:
@@ -119,13 +121,13 @@ class Gather:
         self._uses = self._count_uses()
 
     def _count_uses(self) -> int:
-        return sum(storage_uses(one) + sys.getrefcount(one) for home in self.homes for one in home.memory)
+        return sum(storage_uses(one) + sys.getrefcount(one) for storage in self.storages for one in storage.memory)
 
     @property
     def seen_through(self) -> bool:
         """True if all reads of its parameters go through torch and the parameters themselves."""
         return (
-            not any(home.apart for home in self.homes)
+            not any(storage.apart for storage in self.storages)
             and self._count_uses() <= self._uses
             and all(type(parameter) is nn.Parameter for parameter in self.parameters)
         )
@@ -159,8 +161,8 @@ class LateStep(ShardedStep):
         self._model, self._compiled = model, False
         self._lock = threading.RLock()
         self._late_marks: deque[_Marks] = deque(maxlen=KEPT_STEPS)
-        homes = {id(home.part): home for home in self._homes}
-        members = [[homes[id(part)] for bucket in group for part in exchange.parts_of[bucket]] for group in groups]
+        storages = {id(storage.part): storage for storage in self._storages}
+        members = [[storages[id(part)] for bucket in group for part in exchange.parts_of[bucket]] for group in groups]
         packed = [Gather.packed_bytes(one) for one in members if Gather.packs(one)]
         device = exchange.parts[0].whole.device
         # One for all gathers: they are sent one at a time.
@@ -214,14 +216,14 @@ class LateStep(ShardedStep):
         for gather in self._gathers:
             if not gather.awaited:
                 self._communicator.wait(gather.sent)
-                for home in gather.homes:
-                    home.hand_out()
+                for storage in gather.storages:
+                    storage.copy_to_params()
         marks = _Marks(begun, self._clock.mark(), [gather.sent for gather in self._gathers])
         self._late_marks.append(marks)
 
     def _await_later(self, gather: Gather) -> None:
         gather.awaited = True
-        me: weakref.ref[Awaiting] = weakref.ref(self)
+        me: weakref.ref[GatherWaiter] = weakref.ref(self)
         for parameter in gather.parameters:
             wait_from_now(parameter, me, gather.index)
         for module in gather.modules:
@@ -248,7 +250,7 @@ class LateStep(ShardedStep):
             self.wait_for(gather.index)
 
     def wait_for(self, gather: int) -> None:
-        """See `runtime.sharded.awaited.Awaiting`. Any thread may call this."""
+        """See `runtime.sharded.awaited.GatherWaiter`. Any thread may call this."""
         with self._lock:
             here = self._gathers[gather]
             if not here.awaited:

@@ -56,10 +56,10 @@ class ShardedStep(StepHooks):
         pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
         self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
         """Parts of the weights, of each parameter of which this rank has one."""
-        self._homes = [Home(part) for part in exchange.parts]
-        for home in self._homes:
-            home.part.begin_master()
-            home.hand_out()
+        self._storages = [ParamStorage(part) for part in exchange.parts]
+        for storage in self._storages:
+            storage.part.begin_master()
+            storage.copy_to_params()
         self._groups: list[list[nn.Parameter]] | None = None
         """The parameters of the optimizer's groups, while pieces stand in for them."""
         self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
@@ -136,9 +136,9 @@ class ShardedStep(StepHooks):
         groups = self._optimizer.param_groups
         self._groups = [group["params"] for group in groups]
         for group, parameters in zip(groups, self._groups, strict=True):
-            group["params"] = [one for parameter in parameters for one in self._stand_ins(parameter)]
+            group["params"] = [one for parameter in parameters for one in self._optimizer_params(parameter)]
 
-    def _stand_ins(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def _optimizer_params(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """Return what the optimizer updates in place of a parameter; itself, where the plan does not know it."""
         key = id(parameter)
         if key not in self._slots:
@@ -173,35 +173,35 @@ class ShardedStep(StepHooks):
             for part in parts:
                 part.gather_weights(self._world, doing)
             marks.append(self._clock.mark())
-        self._hand_out()
+        self._copy_to_params()
         self._marks.append(marks)
 
-    def _hand_out(self) -> None:
+    def _copy_to_params(self) -> None:
         """Copy the buffers to parameters that lie elsewhere."""
-        for home in self._homes:
-            home.hand_out()
+        for storage in self._storages:
+            storage.copy_to_params()
 
     @torch.no_grad()
     def _give_up(self) -> None:
         """End a step in the middle: groups have their parameters again, with this rank's part as it is."""
         began = self._groups is not None
         self._swap_back()
-        for home in self._homes if began else ():
-            home.part.round_own()
-            home.hand_out()
+        for storage in self._storages if began else ():
+            storage.part.round_own()
+            storage.copy_to_params()
 
     def _collect_weights(self) -> None:
         """Copy weights to the buffers, wherever a script has put them, and what it has changed of rounded ones to their
         masters. Raises InputError for other tensors.
         """
-        astray = [home for home in self._homes if home.astray]
-        if astray:
+        relocated = [storage for storage in self._storages if storage.is_relocated]
+        if relocated:
             parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
             if (problem := find_shared_memory(parameters)) is not None:
                 raise InputError(problem)
-        for home in astray:
-            if home.collect():
-                for slot, piece in _pieces_of(home.part):
+        for storage in relocated:
+            if storage.collect():
+                for slot, piece in _pieces_of(storage.part):
                     self._pieces[id(slot.parameter)].data = piece
         for part in self._exchange.parts:
             part.collect_changes()
@@ -225,7 +225,7 @@ class ShardedStep(StepHooks):
             with torch.no_grad():
                 for part, whole in zip(self._exchange.parts, kept, strict=True):
                     part.whole.copy_(whole)
-                self._hand_out()
+                self._copy_to_params()
 
     @property
     def _rounds(self) -> bool:
@@ -235,7 +235,7 @@ class ShardedStep(StepHooks):
     def _gather_masters(self) -> None:
         for part in self._exchange.parts:
             part.gather_master(self._world)
-        self._hand_out()
+        self._copy_to_params()
 
     # Master weights in checkpoints.
 
@@ -329,8 +329,8 @@ class ShardedStep(StepHooks):
 
     @torch.no_grad()
     def _leave(self, gradients: Mapping[int, Tensor]) -> None:
-        for home in self._homes:
-            home.leave()
+        for storage in self._storages:
+            storage.leave()
         for slot in self._exchange.slots:
             if isinstance(slot.parameter.grad, ShardedGradient):
                 gradient = gradients.get(slot.index)  # a script may have converted the parameter
@@ -396,7 +396,7 @@ _ALONE = _uses_of_one()
 """Result of `storage_uses` for memory that one tensor looks at."""
 
 
-class Home:
+class ParamStorage:
     """The memory of the parameters of one message: the buffer of all weights, or where a script has put them. Each has
     a storage of its own, also in the buffer.
 
@@ -433,13 +433,13 @@ class Home:
         return self._apart
 
     @property
-    def astray(self) -> bool:
+    def is_relocated(self) -> bool:
         """True if parameters lie elsewhere than in the buffer."""
         return self._apart or [slot.parameter.data_ptr() for slot, _ in self._views] != self._addresses
 
     @torch.no_grad()
     def collect(self) -> bool:
-        """Copy parameters that are astray to the buffer; return whether that is another one than before."""
+        """Copy parameters that lie elsewhere to the buffer; return whether that is another one than before."""
         for slot, view in self._views:
             _check_form(slot, view)
         before, self._apart = self._apart, True
@@ -450,7 +450,7 @@ class Home:
         return not before
 
     @torch.no_grad()
-    def hand_out(self) -> None:
+    def copy_to_params(self) -> None:
         if self._apart:
             torch._foreach_copy_([slot.parameter for slot, _ in self._views], [view for _, view in self._views])
 

@@ -76,14 +76,15 @@ class Guard:
         last = found[-SAMPLES_IN_A_ROW:]
         return watched if len(last) == SAMPLES_IN_A_ROW and all(sample.harmful for sample in last) else None
 
-    def relieved(self, plan: Plan, harmful: Watched) -> Plan:
+    def relax_bucket(self, plan: Plan, harmful: Watched) -> Plan:
         """Return the plan with one bucket that is sent otherwise; warns."""
         index = harmful.bucket.index
         bucket, samples = plan.buckets[index], self.samples[index][-SAMPLES_IN_A_ROW:]
-        following, now = harmful.relief(bucket)
+        following, now = harmful.relaxed_bucket(bucket)
+        violation = harmful.describe_violation(samples)
         warnings.warn(
-            f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) {harmful.complaint(samples)}: from now "
-            f"on {now}, and steps are longer than predicted",
+            f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) {violation}: from now on {now}, and "
+            f"steps are longer than predicted",
             AccuracyWarning,
             stacklevel=2,
         )

@@ -75,11 +75,11 @@ class Watched(Protocol):
         """Look at the step that is over, the sums over all ranks, which all call this."""
         ...
 
-    def complaint(self, samples: Sequence[Sampled]) -> str:
+    def describe_violation(self, samples: Sequence[Sampled]) -> str:
         """Return the harm that these samples show, as what follows the bucket's name."""
         ...
 
-    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+    def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         """Return how a harmful bucket is sent from now on, with as many phases, and say so ("it …")."""
         ...
 
@@ -159,11 +159,11 @@ class Selecting:
             residual_norm=math.sqrt(_energy(residual)),
         )
 
-    def complaint(self, samples: Sequence[Sampled]) -> str:
+    def describe_violation(self, samples: Sequence[Sampled]) -> str:
         values = ", ".join(f"{sample.figure:.2f}" for sample in samples)
         return f"leaves more behind than random choice would (δ {values}, expected at most {samples[-1].limit:g})"
 
-    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+    def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         return whole(planned), SENDS_EVERYTHING
 
 
@@ -255,14 +255,14 @@ class Rounding:
             error=math.sqrt(_energy(lost) / total) if total > 0.0 else 0.0,
         )
 
-    def complaint(self, samples: Sequence[Sampled]) -> str:
+    def describe_violation(self, samples: Sequence[Sampled]) -> str:
         values = ", ".join(f"{sample.figure:.3g}" for sample in samples)
         return (
             f"rounds too coarsely: of half its elements the {self._what} is more than {values} times the gradient "
             f"(expected at most {self._limit:g})"
         )
 
-    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+    def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         spec = wider(planned.compressor)
         if spec == NO_COMPRESSION:
             return whole(planned), SENDS_EVERYTHING
