@@ -319,7 +319,7 @@ class StreamWorks:
         works, self._works = self._works, []
         for work, label in works:
             self.start(iter((work,)), label)
-        self.clear()
+        self._works.clear()  # waited for, now
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -152,11 +152,8 @@ class Exchange:
             on_duplicate_grad: called for a gradient that has come in this step already.
             hooks_may_read: whether hooks may look at gradients of this backward, also at those in flight.
         """
-        self._on_first_grad, self._on_duplicate_grad, self._hooks_may_read = (
-            on_first_grad,
-            on_duplicate_grad,
-            hooks_may_read,
-        )
+        self._on_first_grad, self._on_duplicate_grad = on_first_grad, on_duplicate_grad
+        self._hooks_may_read = hooks_may_read
         for name in self._parameters.keys() - set(self.plan.gradients):
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
@@ -183,10 +180,8 @@ class Exchange:
         """Begin a step, whose first gradient is here."""
         self._views.restore()
         self.carried.begin()
-        hooks_may_read = self._hooks_may_read(self._hooks.values())
-        self._grads_detached = self.launcher.detaches_grads(
-            hooks_may_read, partial(self._views.others_kept, self._first)
-        )
+        kept = partial(self._views.others_kept, self._first)
+        self._grads_detached = self.launcher.detaches_grads(self._hooks_may_read(self._hooks.values()), kept)
         if self._grads_detached:
             self._views.part()
         self.open, self._given_up = True, False
