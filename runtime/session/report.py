@@ -137,8 +137,9 @@ class Report:
     @property
     def error(self) -> float | None:
         """Relative error of the prediction: predicted / measured − 1."""
-        known = self.predicted_us is not None and self.iteration_us > 0.0
-        return self.predicted_us / self.iteration_us - 1.0 if known else None
+        if self.predicted_us is None or self.iteration_us <= 0.0:
+            return None
+        return self.predicted_us / self.iteration_us - 1.0
 
     @property
     def timeline(self) -> Timeline:

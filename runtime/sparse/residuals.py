@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,31 @@ from torch import Tensor, nn
 from runtime.core.buckets import BucketBuffer, Slot
 from runtime.core.exchange import ErrorFeedback
 from runtime.errors import InputError
-from runtime.sparse.compressed import CompressedBucket, all_finite
+from runtime.sparse.compressed import BucketResidual, all_finite
+from runtime.sparse.samples import Watched
 
 State = dict[str, Any]
 """`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`; with buckets of low rank `starts` (by
 gradient, the same on all ranks)."""
 
 
+class ResidualBucket(Protocol):
+    """A bucket that keeps a residual, as an exchange sees it; see `runtime.sparse.compressed.CompressedBucket`."""
+
+    feedback: BucketResidual
+    k: int
+
+    @property
+    def watched(self) -> Watched | None: ...
+    def pack(self, step: int) -> None: ...
+    def unpack(self) -> Tensor: ...
+
+
 class ErrorFeedbackState(ErrorFeedback):
     """Residuals of all buckets of an exchange."""
 
     def __init__(
-        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, CompressedBucket] = MappingProxyType({}),
+        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, ResidualBucket] = MappingProxyType({}),
         loss_scale: Callable[[], float] | None = None, parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Begin with residuals of zeros.
