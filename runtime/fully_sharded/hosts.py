@@ -10,8 +10,9 @@ added up in another order, as they are where groups of modules are others.
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
@@ -72,6 +73,8 @@ class HostCollectives:
         self.world = World.over(group, *deadlines(timeout_s, group)).meet()
         number = next(_numbers.setdefault(group, itertools.count()))
         self.messages = SerialMessages(self.world.timeout_s, number)
+        self.arrived: Callable[[float], None] | None = None
+        """Called whenever a message is complete, with the seconds for which this rank has waited for it."""
         self._buffers = plan.reduce_scatter_max_input_buffers or 1
         self._left: list[NamedWork] = []
         self._backward = OUTSIDE
@@ -122,8 +125,11 @@ class NamedWork(dist.Work):
         self._message, self._collectives, self._what = message, collectives, what
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        started_s = time.perf_counter()
         with self._collectives.world.error_context(self._what):
             wait_watched(self._is_over, self._collectives.world, self._what)
+        if self._collectives.arrived is not None:
+            self._collectives.arrived(time.perf_counter() - started_s)
         return True
 
     def _is_over(self, seconds: float) -> bool:
