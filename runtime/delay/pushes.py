@@ -25,7 +25,7 @@ from runtime.sparse.compressed import ResidualBuffers
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.compressors.wire import NO_RESIDUAL, StepResidual, WireCompressor
 from runtime.sparse.samples import Rounding
 
 WORD_BYTES = 8
@@ -224,9 +224,9 @@ class NarrowedPush(_WithResidual):
             watched.keep(addend, lambda: old, step, start=self._first, elements=self._elements)
         for peer in range(len(self._sent)):
             part = slice(peer * self._share, (peer + 1) * self._share)
-            before, after = (old[part], new[part]) if self._compressor.error_feedback else (None, None)
+            kept = StepResidual(old[part], new[part]) if self._compressor.error_feedback else NO_RESIDUAL
             seed = seed_of(f"{self._place}\n{peer}", step)
-            self._compressor.compress(addend[part], before, after, self._sent[peer : peer + 1], self._cut, seed)
+            self._compressor.compress(addend[part], kept, self._sent[peer : peer + 1], self._cut, seed)
         if watched is not None:  # now, for nobody waits until the sums have come
             watched.part_arrived(self.sent(), self._first)
         self.held.commit(finite)

@@ -33,6 +33,14 @@ class Transport:
     point_to_point: bool = field(default=False, compare=False, repr=False)
     """Whether ranks send to single other ranks, which gloo does from host memory alone."""
 
+    native: bool = field(default=False, compare=False, repr=False)
+    """Whether the backend adds up in the wire's dtype."""
+
+    @property
+    def by_shards(self) -> bool:
+        """Whether elements are selected from each rank's shard of its node's sum."""
+        return self.sparse and self.hierarchical
+
     def __str__(self) -> str:
         return f"{self.collective}/{self.algorithm}"
 
@@ -41,7 +49,7 @@ LIBRARY = Transport("all_reduce", "library", exact=True, basic=True)
 TORUS_2D = Transport("all_reduce", "torus_2d", exact=True, staged=True, hierarchical=True)
 TREE = Transport("all_reduce", "tree", exact=True, staged=True, point_to_point=True)
 TWO_SHOT = Transport("all_reduce", "two_shot", basic=True)
-NATIVE = Transport("all_reduce", "native")
+NATIVE = Transport("all_reduce", "native", native=True)
 FLAT = Transport("sparse", "flat", sparse=True, basic=True)
 NAIVE_ALL_GATHER = Transport("sparse", "naive_all_gather", sparse=True)
 HITOPK = Transport("sparse", "hitopk", sparse=True, staged=True, hierarchical=True)

@@ -57,7 +57,7 @@ class SparseCompressor:
 
     def __init__(self, segments: Sequence[Segment], selector: Selector) -> None:
         self.segments = tuple(segments)
-        """What is selected from separately; nothing else of the buffer has elements."""
+        """Segments that are selected from separately; nothing else of the buffer has elements."""
         self.k = sum(segment.k for segment in segments)
         self._selector = selector
         self.by_magnitude = selector is not select_random
