@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from runtime.errors import EnvironmentFailure
+from runtime.kernels.cuda import cuda_backend, working
 from runtime.kernels.source import Program
 
 
@@ -37,8 +38,6 @@ def backend_for(device: torch.device) -> Backend | None:
         return None
     if device.type != "cuda":
         raise EnvironmentFailure(f"kernels: found the device {device}, expected cuda: use the torch reference there")
-    from runtime.kernels.cuda import cuda_backend
-
     return cuda_backend(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -48,8 +47,6 @@ def usable(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"there are none for {device.type}"
-    from runtime.kernels.cuda import working
-
     return working(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -38,8 +38,8 @@ WARM = (
 
 WORDS_OF_SEGMENT, WORDS_OF_CONTROL = 16, 32
 
-POINTED: dict[int, tuple[bool, tuple[int, ...]]] = {}
-"""By address of a state's memory: (whether its table has addresses, the addresses of the last call). """
+CHECKED: dict[int, tuple[int, ...]] = {}
+"""Address of a state's memory → addresses of the tensors of its last call, which share no memory."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,20 @@ class Layout:
         last: slice = list(self.parts.values())[-1]
         return -(-4 * int(last.stop) // 256) * 256
 
-    def table(self, places: Sequence[tuple[int, int, int]] | None = None) -> Tensor:
-        """Return `struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU. `places`: of
-        gradient, residual and new residual of each, counted in elements from the bases that the kernel gets; None: one
-        behind the other.
-        """
+    @property
+    def numbers(self) -> list[int]:
+        """What defines the layout, for `layout_of`."""
+        shape, capacity = self.shape, -1 if self.capacity is None else self.capacity
+        return [shape.threads, shape.vectors, shape.min_blocks, capacity, *self.elements, *self.k]
+
+    def table(self) -> Tensor:
+        """Return `struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU."""
         starts = _sums(self.elements)
         columns = zip(
-            places or [(start, start, start) for start in starts], self.elements, self.k, _sums(self.k), starts,
-            _sums(self.tiles), self.tiles, _sums(self.chunks), self.chunks, self.tiles_per_chunk,
-            _sums(self.capacities), self.capacities, strict=True,
+            starts, starts, starts, self.elements, self.k, _sums(self.k), starts, _sums(self.tiles), self.tiles,
+            _sums(self.chunks), self.chunks, self.tiles_per_chunk, _sums(self.capacities), self.capacities, strict=True,
         )  # fmt: skip
-        rows = [[*place, *rest, 0, 0] for place, *rest in columns]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, WORDS_OF_SEGMENT)
+        return torch.tensor([[*row, 0, 0] for row in columns], dtype=torch.int64)
 
     def owners(self, counts: Sequence[int]) -> Tensor:
         """Which segment each tile, or chunk, belongs to. 1-D int32, on the CPU."""
@@ -127,8 +128,12 @@ def _sums(values: Sequence[int]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(elements: tuple[int, ...], k: tuple[int, ...], shape: Shape, capacity: int | None = None) -> Layout:
-    return Layout(elements, k, shape, capacity)
+def layout_of(numbers: tuple[int, ...]) -> Layout:
+    """Return the layout of these `Layout.numbers`."""
+    threads, vectors, min_blocks, capacity, *segments = numbers
+    elements, k = tuple(segments[: len(segments) // 2]), tuple(segments[len(segments) // 2 :])
+    shape = Shape(threads=threads, vectors=vectors, min_blocks=min_blocks)
+    return Layout(elements, k, shape, None if capacity < 0 else capacity)
 
 
 @dataclass(eq=False)
@@ -200,10 +205,10 @@ def make_state(
             f"elements: found {sum(elements)} in all; expected at most {MAX_ELEMENTS}, which int32 indices reach: "
             f"select from parts of them"
         )
-    layout = layout_of(tuple(elements), tuple(k), shape or Shape(), capacity)
+    layout = Layout(tuple(elements), tuple(k), shape or Shape(), capacity)
     memory = torch.zeros(layout.size_bytes // 8, dtype=torch.int64, device=device)
     # The allocator may have given an earlier state's memory again, whose tensors lay elsewhere.
-    POINTED.pop(memory.data_ptr(), None)
+    CHECKED.pop(memory.data_ptr(), None)
     state = TopkState(layout, memory)
     state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT).copy_(layout.table())
     state.part("tile_segments").copy_(layout.owners(layout.tiles))
