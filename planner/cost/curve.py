@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.collectives import Coefficients
+from planner.documents.profile import merge_duplicates
 
 MAX_SLOPE = 1e30
 """Microseconds per byte: steeper is absurd, and sums of it would leave the range of numbers."""
@@ -101,14 +102,6 @@ def _end_slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, 
     with np.errstate(over="ignore"):  # sizes may lie as close together as numbers can
         slopes = np.minimum(np.diff(y) / np.diff(x), MAX_SLOPE)
     return max(0.0, float(slopes[0])), max(0.0, float(slopes[-1]))
-
-
-def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
-    """Return, by bytes, the median time of the samples of that size."""
-    by_size: dict[float, list[float]] = {}
-    for size_bytes, time_us in samples:
-        by_size.setdefault(float(size_bytes), []).append(float(time_us))
-    return {size: float(np.median(times)) for size, times in by_size.items()}
 
 
 def fit_line(samples: Sequence[Sequence[float]]) -> Coefficients:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from statistics import median
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,16 +21,14 @@ from runtime.plan import Accuracy, ModelReference
 from runtime.plan.predicted import Loading
 from runtime.plan.strict_json import (
     Count,
+    Document,
     Name,
     PositiveCount,
     Ranks,
     Record,
     TimeUs,
     check_schema,
-    dump,
-    read_json,
-    validate,
-    write_json,
+    repeated_item,
 )
 
 PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
@@ -64,19 +63,6 @@ DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
 """(density, alpha_us, beta_us_per_byte)."""
 
 
-class Document(Record):
-    """What profile.json and cluster.json have in common."""
-
-    def to_document(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        document: dict[str, Any] = dump(self)
-        return document
-
-    def save(self, path: str | Path) -> None:
-        """Write the file atomically."""
-        write_json(path, self.to_document())
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gradient(Record):
     """One trainable parameter's gradient; its place in the profile is its place in readiness order."""
@@ -96,6 +82,15 @@ class Gradient(Record):
     @property
     def size_bytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if the matrix has not the gradient's elements."""
+        if self.matrix is None or math.prod(self.matrix) == self.numel:
+            return None
+        return (
+            f"{path}.matrix: found {list(self.matrix)}, expected rows and columns of {self.numel} elements; correct "
+            f"it, or take it out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +200,30 @@ class ComputeProfile(Record):
     @property
     def size_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if a gradient has its name twice, all are larger than any model, or norms are not of
+        gradients.
+        """
+        names = [gradient.name for gradient in self.gradients]
+        if (twice := repeated_item([name] for name in names)) is not None:
+            return (
+                f"{path}.gradients[{twice[0]}].name: found {twice[2]!r}, which is gradient {twice[3]} already; "
+                f"expected each parameter once (a shared one too): take one out"
+            )
+        if self.size_bytes > MAX_MODEL_BYTES:  # each gradient may be in its range, and their sum be no model
+            return f"{path}.gradients: found {self.size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
+        layers = [layer.name for layer in self.norms.layers] if self.norms else []
+        unknown = next((index for index, name in enumerate(layers) if name not in set(names)), None)
+        if unknown is not None:
+            return (
+                f"{path}.norms.layers[{unknown}].name: found {layers[unknown]!r}, which is none of the gradients; "
+                f"expected one of them: {CURE}"
+            )
+        if (twice := repeated_item([name] for name in layers)) is not None:
+            place = f"{path}.norms.layers[{twice[0]}].name: found {twice[2]!r}"
+            return f"{place} once more; expected each layer once: take one out"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +346,12 @@ class Contention(Record):
     """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds.
     Never without that: all-reduces would have factors of no size beside them."""
 
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if gathers alone have factors by size."""
+        if self.gathers_by_size is None or self.by_size is not None:
+            return None
+        return f"{path}: found gathers_by_size without by_size, expected both, or by_size alone; {CURE}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Document):
@@ -386,11 +411,35 @@ class Cluster(Document):
         """The name of its accelerator in `ACCELERATORS`; None where it is not known."""
         return self.accelerator or (None if self.nccl is None else self.nccl.gpu)
 
+    @classmethod
+    def parse(cls, document: Any, where: str) -> Cluster:
+        """Check a parsed document, in which links may be written as `bandwidth` and `latency`. Raises InputError."""
+        return super().parse(_with_link_constants(document, f"{where}: $"), where)
+
+    def problem(self, path: str) -> str | None:
+        """Return what the library's model, the machines that it needs and the rest contradict one another in."""
+        if self.nccl is None:
+            missing = f'{path}.nccl: missing beside "library": "nccl"; describe the machines, or take library out'
+            return None if self.library is None else missing
+        if self.library is None:
+            return f'{path}.library: missing beside nccl; add "library": "nccl", or take nccl out'
+        cards, gpu = self.nccl.nics_per_node, self.nccl.gpu
+        if self.nics_per_node not in (1, cards):
+            return f"{path}.nics_per_node: found {self.nics_per_node}, and {cards} in nccl; expected the same, or one"
+        if self.accelerator is not None and kind_of(self.accelerator) != gpu:
+            return (
+                f"{path}.accelerator: found {self.accelerator}, and {gpu} in nccl; expected that kind, or none: "
+                f"correct one of them"
+            )
+        self.nccl.check(self.nodes, self.ranks_per_node, f"{path}.nccl.")
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Document):
     """The contents of profile.json."""
 
+    HINT: ClassVar[str] = CURE
     schema: Literal["planner.profile/1"] = PROFILE_SCHEMA
     model: ModelReference
     world: ProfileWorld
@@ -409,6 +458,23 @@ class Profile(Document):
     notes: tuple[str, ...] | None = None
     """What a reader has to know: assumptions, and the rule by which a known total was split."""
 
+    @classmethod
+    def parse(cls, document: Any, where: str) -> Profile:
+        """Check a parsed document, in which a cluster that is not known may be `{}`. Raises InputError."""
+        record = dict(check_schema(document, PROFILE_SCHEMA, where))
+        if record.get("cluster") == {}:
+            del record["cluster"]
+        if "cluster" in record:
+            record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
+        return super().parse(record, where)
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if local updaters were measured of other layers than the gradients'."""
+        if self.local_async is not None:
+            layers = [gradient.layer for gradient in self.compute.gradients]
+            self.local_async.check(layers, f"{path}.local_async", CURE)
+        return None
+
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types; a cluster that is not known is `{}`."""
         document = super().to_document()
@@ -422,102 +488,30 @@ def load_profile(path: str | Path) -> Profile:
     Raises InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
     backward's parts, of layers that are none; contention of gathers alone.
     """
-    return parse_profile(read_json(path), where=str(path))
+    return Profile.load(path)
 
 
 def parse_profile(document: Any, where: str = "profile") -> Profile:
     """Check a parsed profile document, which `where` names in messages. Raises as `load_profile` does."""
-    record = dict(check_schema(document, PROFILE_SCHEMA, where))
-    if record.get("cluster") == {}:
-        del record["cluster"]
-    # Before validation, for which α and β are numbers.
-    if "cluster" in record:
-        record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
-    profile = validate(Profile, record, where, hint=CURE)
-    _check_gradients(profile, where)
-    # Each gradient may be in its range, and their sum be no model.
-    if (size_bytes := profile.compute.size_bytes) > MAX_MODEL_BYTES:
-        raise InputError(
-            f"{where}: $.compute.gradients: found {size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
-        )
-    _check_norms(profile.compute, where)
-    _check_contention(profile.cluster, f"{where}: $.cluster")
-    _check_library(profile.cluster, f"{where}: $.cluster")
-    if profile.units is not None:
-        profile.units.check(f"{where}: $.units")
-    if profile.local_async is not None:
-        layers = [gradient.layer for gradient in profile.compute.gradients]
-        profile.local_async.check(layers, f"{where}: $.local_async", CURE)
-    return profile
-
-
-def _check_gradients(profile: Profile, where: str) -> None:
-    seen: dict[str, int] = {}
-    for index, gradient in enumerate(profile.compute.gradients):
-        if gradient.name in seen:
-            raise InputError(
-                f"{where}: $.compute.gradients[{index}].name: found {gradient.name!r}, which is gradient "
-                f"{seen[gradient.name]} already; expected each parameter once (a shared one too): take one out"
-            )
-        seen[gradient.name] = index
-        if gradient.matrix is not None and math.prod(gradient.matrix) != gradient.numel:
-            raise InputError(
-                f"{where}: $.compute.gradients[{index}].matrix: found {list(gradient.matrix)}, expected rows and "
-                f"columns of {gradient.numel} elements; correct it, or take it out"
-            )
-
-
-def _check_norms(compute: ComputeProfile, where: str) -> None:
-    known, seen = {gradient.name for gradient in compute.gradients}, set()
-    for index, layer in enumerate(compute.norms.layers if compute.norms else ()):
-        path = f"{where}: $.compute.norms.layers[{index}].name: found {layer.name!r}"
-        if layer.name not in known:
-            raise InputError(f"{path}, which is none of the gradients; expected one of them: {CURE}")
-        if layer.name in seen:
-            raise InputError(f"{path} once more; expected each layer once: take one out")
-        seen.add(layer.name)
-
-
-def _check_contention(cluster: Cluster | None, where: str) -> None:
-    factors = None if cluster is None else cluster.contention
-    if factors is not None and factors.gathers_by_size is not None and factors.by_size is None:
-        raise InputError(
-            f"{where}.contention: found gathers_by_size without by_size, expected both, or by_size alone; {CURE}"
-        )
-
-
-def _check_library(cluster: Cluster | None, where: str) -> None:
-    if cluster is None or (cluster.library is None and cluster.nccl is None):
-        return
-    if cluster.nccl is None:
-        raise InputError(f'{where}.nccl: missing beside "library": "nccl"; describe the machines, or take library out')
-    if cluster.library is None:
-        raise InputError(f'{where}.library: missing beside nccl; add "library": "nccl", or take nccl out')
-    cards = cluster.nccl.nics_per_node
-    if cluster.nics_per_node not in (1, cards):
-        raise InputError(
-            f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or one"
-        )
-    if cluster.accelerator is not None and kind_of(cluster.accelerator) != cluster.nccl.gpu:
-        raise InputError(
-            f"{where}.accelerator: found {cluster.accelerator}, and {cluster.nccl.gpu} in nccl; expected that kind, or "
-            f"none: correct one of them"
-        )
-    cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl.")
+    return Profile.parse(document, where)
 
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read and check cluster.json. Raises InputError as `load_profile` does."""
-    return parse_cluster(read_json(path), where=str(path))
+    return Cluster.load(path)
 
 
 def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
-    """Check a parsed cluster document, which `where` names in messages."""
-    record = _with_link_constants(check_schema(document, CLUSTER_SCHEMA, where), f"{where}: $")
-    cluster = validate(Cluster, record, where)
-    _check_contention(cluster, f"{where}: $")
-    _check_library(cluster, f"{where}: $")
-    return cluster
+    """Check a parsed cluster document, which `where` names in messages. Raises as `load_profile` does."""
+    return Cluster.parse(document, where)
+
+
+def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
+    """Return, by bytes, the median time of the samples (bytes, time) of that size."""
+    by_size: dict[float, list[float]] = {}
+    for size_bytes, time_us in samples:
+        by_size.setdefault(float(size_bytes), []).append(float(time_us))
+    return {size: float(median(times)) for size, times in by_size.items()}
 
 
 def _with_link_constants(document: Any, where: str) -> Any:

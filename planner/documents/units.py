@@ -12,9 +12,8 @@ from typing import Annotated
 from pydantic import Field
 
 from planner.documents.text import pluralize
-from runtime.errors import InputError
 from runtime.plan.fully_sharded import ROOT, ModulePath, contains
-from runtime.plan.strict_json import Count, Name, Record, TimeUs
+from runtime.plan.strict_json import Count, Name, Record, TimeUs, repeated_item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +72,17 @@ class Units(Record):
     estimated: bool = False
     """Whether times are shared out by size, and not measured."""
 
-    def check(self, where: str) -> None:
-        """Raise InputError where modules are named twice or inside each other; `where` is the place of this."""
-        seen: set[str] = set()
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if modules are named twice or inside each other."""
+        if (twice := repeated_item([unit.module] for unit in self.units)) is not None:
+            place = f"{path}.units[{twice[0]}].module: found {twice[2]!r}"
+            return f"{place} once more, expected each module once: take one out"
         for index, unit in enumerate(self.units):
-            place = f"{where}.units[{index}].module: found {unit.module!r}"
-            if unit.module in seen:
-                raise InputError(f"{place} once more, expected each module once: take one out")
-            seen.add(unit.module)
             inside = next((other.module for other in self.units if contains(other.module, unit.module)), None)
             if inside is not None:
-                raise InputError(f"{place}, a part of the unit {inside!r}, expected modules apart: take one out")
+                place = f"{path}.units[{index}].module: found {unit.module!r}"
+                return f"{place}, a part of the unit {inside!r}, expected modules apart: take one out"
+        return None
 
     @property
     def summary(self) -> str:

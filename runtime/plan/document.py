@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,17 +30,13 @@ from runtime.plan.predicted import (
 )
 from runtime.plan.strict_json import (
     Count,
+    Document,
     Name,
     PositiveCount,
     PredictedUs,
     Ranks,
     Record,
-    check_schema,
-    dump,
-    json_step,
-    read_json,
-    validate,
-    write_json,
+    repeated_item,
 )
 from runtime.plan.transports import Transport, transport_of
 
@@ -80,12 +76,11 @@ class PlanWorld(Record):
     torch: str | None = None
     """The version of torch that compute was profiled with."""
 
-    @property
-    def misfit(self) -> str | None:
-        """Why ranks cannot be so many on each of so many nodes, or None."""
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if nodes cannot have equally many ranks."""
         if self.nodes is None or self.ranks % self.nodes == 0:
             return None
-        return f"found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {HINT}"
+        return f"{path}: found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {HINT}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +235,10 @@ class UpdatePlan(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Record):
+class Plan(Document):
     """The contents of plan.json."""
 
+    HINT: ClassVar[str] = HINT
     schema: Literal["planner.plan/1"] = SCHEMA
     model: ModelReference
     world: PlanWorld
@@ -309,8 +305,18 @@ class Plan(Record):
         """What the script has to know about; nothing of a drop-in plan."""
         return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
 
+    def problem(self, path: str) -> str | None:
+        """Return the first thing that interface, gathers, buckets, or blocks of local updaters have wrong."""
+        return (
+            interface_problem(self, path)
+            or gathers_problem(self, path)
+            or _buckets_problem(self, path)
+            or (self.local_async and blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks"))
+        )
+
     def to_document(self) -> dict[str, Any]:
-        document: dict[str, Any] = dump(self)
+        """Return plain JSON types, in the order in which people read them."""
+        document = super().to_document()
         document.setdefault("delay", None)
         document.setdefault("local_async", None)
         if not self.notes:
@@ -324,53 +330,22 @@ class Plan(Record):
         text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
-    def save(self, path: str | Path) -> None:
-        """Writes plan.json atomically."""
-        write_json(path, self.to_document())
-
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads and checks plan.json.
+    """Read and check plan.json.
 
     Raises:
         InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
             unknown interface, or a shared step that the interface does not name; gathers that are no partition of the
             buckets; a gradient in two buckets; groups for FSDP2 that no model could have; blocks of local updaters that
-            are no partition of the gradients, each of
-            them contiguous.
+            are no partition of the gradients, each of them contiguous.
     """
-    return parse_plan(read_json(path), where=str(path))
+    return Plan.load(path)
 
 
 def parse_plan(document: Any, where: str = "plan") -> Plan:
-    """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
-    check_schema(document, SCHEMA, where)
-    plan = validate(Plan, document, where, hint=HINT)
-    _check_whole(plan, where, "$")
-    return plan
-
-
-def _check_whole(plan: Plan, where: str, path: str) -> None:
-    if plan.world.misfit is not None:
-        raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
-    problem = interface_problem(plan, path) or gathers_problem(plan, path) or _buckets_problem(plan, path)
-    if problem is not None:
-        raise InputError(f"{where}: {problem}")
-    owner: dict[str, int] = {}
-    for index, bucket in enumerate(plan.buckets):
-        for position, name in enumerate(bucket.gradients):
-            if name in owner:
-                raise InputError(
-                    f"{where}: {path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
-                    f"{owner[name]} already; expected each gradient in exactly one bucket: take one out"
-                )
-            owner[name] = index
-    if plan.local_async is not None:
-        check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
-    if plan.fallback is not None:
-        _check_whole(plan.fallback, where, f"{path}.fallback")
-    for accuracy, alternative in (plan.alternatives or {}).items():
-        _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+    """Check a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
+    return Plan.parse(document, where)
 
 
 def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
@@ -382,7 +357,15 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
 def _buckets_problem(plan: Plan, path: str) -> str | None:
     """Return what is wrong where a plan has neither buckets nor a wrapping for FSDP2, or both; or of the latter."""
     if plan.fsdp2 is None:
-        return None if plan.buckets else f"{path}.buckets: found [], expected at least 1 item; {HINT}"
+        if not plan.buckets:
+            return f"{path}.buckets: found [], expected at least 1 item; {HINT}"
+        if (twice := repeated_item(bucket.gradients for bucket in plan.buckets)) is None:
+            return None
+        index, position, name, earlier = twice
+        return (
+            f"{path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket {earlier} already; "
+            f"expected each gradient in exactly one bucket: take one out"
+        )
     if plan.buckets:
         return f"{path}.buckets: found {len(plan.buckets)} beside fsdp2, expected []: {HINT}"
     for name in ("delay", "local_async", "updates", "fallback"):
@@ -393,7 +376,7 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
             f"{path}.fsdp2.reduce_dtype: found {plan.fsdp2.reduce_dtype} in an exact plan, whose gradients it would "
             f"round; expected accuracy bounded: plan with --accuracy bounded, or take it out"
         )
-    return plan.fsdp2.problem(plan.world.ranks, f"{path}.fsdp2")
+    return plan.fsdp2.problem_on(plan.world.ranks, f"{path}.fsdp2")
 
 
 def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
@@ -455,66 +438,69 @@ def gathers_problem(plan: Plan, path: str = "the plan") -> str | None:
             f'{where}.gathers: found groups of buckets, but weights are gathered inside the step; expected "gather": '
             f'"forward" beside them: {HINT}'
         )
-    owner: dict[int, int] = {}
-    for position, bucket in ((position, bucket) for position, group in enumerate(step.gathers) for bucket in group):
-        if bucket >= len(plan.buckets):
-            return f"{where}.gathers[{position}]: found bucket {bucket}, expected one of {len(plan.buckets)}: {HINT}"
-        if bucket in owner:
-            return (
-                f"{where}.gathers[{position}]: found bucket {bucket}, which is in gather {owner[bucket]} already; "
-                f"expected each bucket in exactly one gather: take one out"
-            )
-        owner[bucket] = position
+    count = len(plan.buckets)
     for position, group in enumerate(step.gathers):
-        between = next((bucket for bucket in range(min(group), max(group)) if bucket not in group), None)
-        if between is not None:
+        if max(group) >= count:
+            return f"{where}.gathers[{position}]: found bucket {max(group)}, expected one of {count}: {HINT}"
+        if (between := _first_gap(group)) is not None:
             return (
                 f"{where}.gathers[{position}]: found buckets {min(group)} and {max(group)} without bucket {between}, "
                 f"which lies between them; expected buckets that follow one another: gather {between} with them, or "
                 f"make two gathers of them"
             )
-    missing = next((bucket for bucket in range(len(plan.buckets)) if bucket not in owner), None)
-    if missing is None:
+    if (twice := repeated_item(step.gathers)) is not None:
+        position, _, bucket, earlier = twice
+        return (
+            f"{where}.gathers[{position}]: found bucket {bucket}, which is in gather {earlier} already; expected each "
+            f"bucket in exactly one gather: take one out"
+        )
+    missing = set(range(count)).difference(*step.gathers)
+    if not missing:
         return None
-    return f"{where}.gathers: found none with bucket {missing}, expected each bucket in exactly one: add it to one"
+    return f"{where}.gathers: found none with bucket {min(missing)}, expected each bucket in exactly one: add it to one"
 
 
-def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:
-    """Raises InputError where blocks are no partition of the gradients, given in readiness order, into runs of them."""
+def _first_gap(places: Iterable[int]) -> int | None:
+    """Return the first number that lies between others and is none of them; None if they follow one another."""
+    return next((before + 1 for before, after in pairwise(sorted(places)) if after > before + 1), None)
+
+
+def blocks_problem(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> str | None:
+    """Return why blocks are no partition of the gradients, given in readiness order, into runs of them; None if they
+    are one.
+    """
     if spec.blocks is None:
-        return
-    blocks = spec.blocks
-    if len(blocks) > spec.updaters:
-        raise InputError(
-            f"{where}: found {len(blocks)} blocks for {spec.updaters} updaters, expected at most as many, or nobody "
-            f"has some for its own: join blocks or add updaters"
+        return None
+    if len(spec.blocks) > spec.updaters:
+        return (
+            f"{where}: found {len(spec.blocks)} blocks for {spec.updaters} updaters, expected at most as many, or "
+            f"nobody has some for its own: join blocks or add updaters"
         )
     place = {name: position for position, name in enumerate(gradients)}
-    owner: dict[str, int] = {}
-    for index, block in enumerate(blocks):
-        for position, name in enumerate(block):
-            if name not in place:
-                raise InputError(
-                    f"{where}[{index}][{position}]: found {name!r}, which is in no bucket; expected a gradient of the "
-                    f"plan: {HINT}"
-                )
-            if name in owner:
-                raise InputError(
-                    f"{where}[{index}][{position}]: found {name!r}, which is in block {owner[name]} already; expected "
-                    f"each gradient in exactly one block: take one out"
-                )
-            owner[name] = index
-        places = sorted(place[name] for name in block)
-        if places[-1] - places[0] >= len(places):
-            between = next(gradients[at + 1] for at, after in pairwise(places) if after > at + 1)
-            raise InputError(
-                f"{where}[{index}]: found {gradients[places[0]]!r} and {gradients[places[-1]]!r} without "
-                f"{between!r}, which becomes ready between them; expected gradients that become ready one after the "
-                f"other, as the buckets have them: {HINT}"
+    for index, block in enumerate(spec.blocks):
+        unknown = next((position for position, name in enumerate(block) if name not in place), None)
+        if unknown is not None:
+            return (
+                f"{where}[{index}][{unknown}]: found {block[unknown]!r}, which is in no bucket; expected a gradient of "
+                f"the plan: {HINT}"
             )
-    missing = [name for name in gradients if name not in owner]
-    if missing:
-        raise InputError(
-            f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
-            f"expected each gradient in exactly one block: add it to one"
+        places = [place[name] for name in block]
+        if (between := _first_gap(places)) is not None:
+            return (
+                f"{where}[{index}]: found {gradients[min(places)]!r} and {gradients[max(places)]!r} without "
+                f"{gradients[between]!r}, which becomes ready between them; expected gradients that become ready one "
+                f"after the other, as the buckets have them: {HINT}"
+            )
+    if (twice := repeated_item(spec.blocks)) is not None:
+        index, position, name, earlier = twice
+        return (
+            f"{where}[{index}][{position}]: found {name!r}, which is in block {earlier} already; expected each "
+            f"gradient in exactly one block: take one out"
         )
+    missing = [name for name in gradients if name not in set().union(*spec.blocks)]
+    if not missing:
+        return None
+    return (
+        f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
+        f"expected each gradient in exactly one block: add it to one"
+    )

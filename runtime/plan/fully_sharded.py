@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runtime.plan.strict_json import Count, Name, PositiveCount, PredictedUs, Ranks, Record, json_step
+from runtime.plan.strict_json import Count, Name, PositiveCount, PredictedUs, Ranks, Record, json_step, repeated_item
 
 ROOT = ""
 """The path of the model itself."""
@@ -72,18 +73,20 @@ class FullyShardPlan(Record):
         """Return how many of all ranks hold one copy of the parameters."""
         return self.shard_ranks or ranks
 
-    def problem(self, ranks: int, path: str) -> str | None:
+    def problem_on(self, ranks: int, path: str) -> str | None:
         """Return what no model could be wrapped by, as `place: found …, expected …`; None where nothing is wrong."""
-        owner: dict[str, int] = {}
+        if (twice := repeated_item(self.groups)) is not None:
+            index, position, module, earlier = twice
+            place = f"{path}.groups[{index}][{position}]: found {module!r}"
+            return f"{place}, which is in group {earlier} already; expected each once: take one out"
         for index, group in enumerate(self.groups):
             for position, module in enumerate(group):
-                place = f"{path}.groups[{index}][{position}]: found {module!r}"
-                if module in owner:
-                    return f"{place}, which is in group {owner[module]} already; expected each once: take one out"
-                owner[module] = index
                 inside = next((other for other in group if contains(other, module)), None)
                 if inside is not None:
-                    return f"{place} beside {inside!r}, of which it is a part; expected the latter alone: take it out"
+                    return (
+                        f"{path}.groups[{index}][{position}]: found {module!r} beside {inside!r}, of which it is a "
+                        f"part; expected the latter alone: take it out"
+                    )
         if nesting_order(self.groups) is None:
             return (
                 f"{path}.groups: found groups that are parts of each other, expected modules whose parts are grouped "
@@ -139,19 +142,13 @@ def nesting_order(groups: Sequence[Sequence[str]]) -> list[int] | None:
     [1, 2, 0]
     """
     owner = {module: index for index, group in enumerate(groups) for module in group}
-    inner: list[set[int]] = [set() for _ in groups]
+    sorter: TopologicalSorter[int] = TopologicalSorter({index: () for index in range(len(groups))})
     for module, index in owner.items():
         steps = module.split(".")
-        outer = (owner.get(".".join(steps[:count])) for count in range(1, len(steps)))
-        for other in outer:
-            if other is not None and other != index:
-                inner[other].add(index)
-    order: list[int] = []
-    placed: set[int] = set()
-    while len(order) < len(groups):
-        free = next((i for i in range(len(groups)) if i not in placed and inner[i] <= placed), None)
-        if free is None:
-            return None
-        order.append(free)
-        placed.add(free)
-    return order
+        outer = {owner.get(".".join(steps[:count])) for count in range(1, len(steps))}
+        for other in outer - {None, index}:
+            sorter.add(other, index)
+    try:
+        return list(sorter.static_order())
+    except CycleError:
+        return None
