@@ -68,7 +68,7 @@ def worker_half(cost: CommunicationCost, collective: str) -> Half:
     between = node_costs(cost.cluster)
     if between is None:
         return half(cost, collective)
-    phase = between.push if collective == REDUCE_SCATTER else between.pull
+    phase = {REDUCE_SCATTER: between.push, ALL_GATHER: between.pull}[collective]
     known = measured_curve(cost.cluster, f"inter/{collective}") is not None
     computed = f"{collective}/ring with link constants" if cost.cluster.library is None else f"NCCL's {collective}"
     source = f"{'measured' if known else computed} between nodes"

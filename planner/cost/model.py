@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
-from planner.cost.phases import flat_hop
+from planner.cost.phases import flat_hop, measured_curve
 from planner.documents.profile import Cluster, Contention, Line, Link, Sample, SizeFactors
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
@@ -200,15 +200,15 @@ def _measured_key(cluster: Cluster) -> str:
 
 
 def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
-    line, where = (cluster.collectives or {}).get(key), _emulated(cluster)
-    where += "" if cluster.scaled_from is None else f", scaled from {cluster.scaled_from} ranks"
-    fitted = None if line is None else Coefficients.of(line)
     # Calls in a queue before calls alone: in a step ranks have not just met at a barrier.
+    if (curve := measured_curve(cluster, key, queued=True)) is None:
+        return None
+    where = "" if cluster.scaled_from is None else f", scaled from {cluster.scaled_from} ranks"
+    where = f"{_emulated(cluster)}{where}"
     for curves, how in ((cluster.back_to_back, ", back to back"), (cluster.samples, "")):
         if curves is not None and key in curves:
-            source = f"{len(curves[key])} measured samples{how}{where}"
-            return CostCurve.from_samples(curves[key], fitted), source
-    return None if fitted is None else (CostCurve.from_line(fitted), f"fitted line{where}")
+            return curve, f"{len(curves[key])} measured samples{how}{where}"
+    return curve, f"fitted line{where}"
 
 
 def _emulated(cluster: Cluster) -> str:

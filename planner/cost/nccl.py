@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -440,10 +441,8 @@ def describe(collective: str, shape: Shape) -> str:
     """Return in words what a call costs and by whose word: algorithms by size, and what was fitted."""
     octaves = 2.0 ** np.arange(LEAST_LOG2, MOST_LOG2 + 1)
     taken = choice(collective, shape, octaves)
-    parts = []
-    for at, family in enumerate(taken):
-        if at + 1 == len(taken) or taken[at + 1] != family:
-            parts.append(family if at + 1 == len(taken) else f"{family} to {_size_text(octaves[at])}")
+    ends = [at for at, (family, other) in enumerate(pairwise(taken)) if family != other]
+    parts = [*(f"{taken[at]} to {_size_text(octaves[at])}" for at in ends), taken[-1]]
     fit, machine = shape.machine.fit, shape.machine
     if fit is None:
         how = f"constants of NCCL {NCCL_VERSION}, nothing measured"

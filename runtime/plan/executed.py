@@ -22,11 +22,6 @@ USUAL_OPTIONS = {
 }  # fmt: skip
 """Options of compressors → the value that leaving them out stands for."""
 
-_EXECUTED_FSDP2 = (
-    "groups", "forward_prefetch", "backward_prefetch", "reshard_after_forward", "shard_ranks",
-    "reduce_scatter_max_input_buffers", "reduce_dtype",
-)  # fmt: skip
-
 
 def executed_part(plan: Plan) -> Plan:
     """Return the plan without what only its reader needs: names, predictions, reasons, notes, sources, alternatives.
@@ -72,7 +67,7 @@ def spelled_options(spec: CompressorSpec) -> str:
 
 
 def _executed_fsdp2(plan: FullyShardPlan) -> FullyShardPlan:
-    return FullyShardPlan(**{name: getattr(plan, name) for name in _EXECUTED_FSDP2})
+    return replace(plan, peak_bytes=None, memory_bytes=None, lost_without_buffers_us=None, frontier=None)
 
 
 def _executed_updates(plan: Plan) -> UpdatePlan | None:
