@@ -60,17 +60,17 @@ class CostCurve:
 
     @property
     def start_up_us(self) -> float:
-        """The a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""
+        """Return the a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""
         return self.line.start_up_us
 
     @property
     def non_decreasing(self) -> bool:
-        """Whether a larger message never takes less time."""
+        """Return whether a larger message never takes less time."""
         return bool(np.all(np.diff(self._us) >= 0.0))
 
     @property
     def bends_bytes(self) -> NDArray[np.float64]:
-        """Between neighbours of these sizes, and beyond them, the curve is a line."""
+        """Return the sizes, in bytes, between neighbours of which, and beyond which, the curve is a line."""
         if not self._below_slope:
             return self._bytes
         with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""What the two halves of an all-reduce cost apart: reduce-scatter (SSD-SGD's push) and all-gather (its pull).
+"""Costs of the two halves of an all-reduce: reduce-scatter (SSD-SGD's push) and all-gather (its pull).
 
 Where nodes have several ranks, these are between nodes, of each rank's part of the node's gradients, and gradients are
 averaged inside nodes before, and weights spread inside after them.
@@ -27,22 +27,22 @@ class Half:
 
     curve: CostCurve
     source: str
-    """Where the curve comes from, in words."""
+    """Origin of the curve, in words."""
     implied: bool = False
     """Whether nobody said what it costs, so that it follows from the all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCosts:
-    """What a worker of several ranks exchanges, over the bytes of the whole message."""
+    """Costs of what a worker of several ranks exchanges, over the bytes of the whole message."""
 
     push: Phase
-    """Between nodes; as `pull` of each rank's part."""
+    """Reduce-scatter between nodes, as `pull` of each rank's part."""
     pull: Phase
     scatter: Phase
-    """Inside: a reduce-scatter, and behind it a gather, average the node's gradients."""
+    """Reduce-scatter inside nodes; with a gather behind it, it averages the node's gradients."""
     gather: Phase
-    """Inside, also of what was pulled."""
+    """All-gather inside nodes, also of weights that were pulled."""
 
 
 def node_costs(cluster: Cluster) -> NodeCosts | None:

@@ -1,4 +1,4 @@
-"""What a bucket costs of which matrices travel as products of two thin ones.
+"""Cost of a bucket whose matrices are sent as products of two thin ones.
 
 Every rank's left factors are all-reduced, then its right ones, which need the sums of the left, with all that is no
 matrix. Between the two messages the network waits for a product; compute is kept busy by others before and after them.
@@ -32,23 +32,23 @@ LAUNCHES = (24, 16, 1, 2)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Thin:
-    """What each gradient sends. Shapes (gradients,)."""
+    """Elements that each gradient sends. Shapes (gradients,)."""
 
     numel: Ints
-    """Of its elements."""
+    """Number of its elements."""
     left: Ints
     """Elements of its left factor; 0: it is sent as it is, with the second message."""
     right: Ints
-    """Of its right factor, or its own."""
+    """Elements of its right factor, or its own number."""
 
     @property
     def factored(self) -> NDArray[np.bool_]:
-        """Whether it is sent as a product."""
+        """Return whether each is sent as a product."""
         return np.asarray(self.left > 0)
 
     @cached_property
     def densities(self) -> Floats:
-        """The elements that are sent over those that there are; 1 where there are none."""
+        """Return the elements that are sent over those that there are; 1 if there are none."""
         return np.where(self.numel > 0, self.left + self.right, 1) / np.maximum(1, self.numel)
 
 
@@ -63,7 +63,7 @@ def thin_of(numel: Ints, matrices: Ints, rank: int) -> Thin:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankCost:
-    """What buckets spend on products of one rank; elementwise for arrays."""
+    """Cost of buckets with products of one rank; elementwise for arrays."""
 
     lines: LowRankLines
     all_reduce: CostCurve

@@ -32,17 +32,17 @@ NOISE = 0.05
 LAUNCH_PRIOR, OVERLAP_PRIOR = 0.7, 0.15
 LATENCY_PRIOR, LATENCY_OWN_PRIOR = 0.7, 0.5
 TRANSFER_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR = 0.3, 0.25, 0.2
-"""How far (as logarithms) constants may lie from NCCL's: all together, an algorithm from the others, and its
+"""Largest distances (as logarithms) of constants from NCCL's: all together, an algorithm from the others, and its
 reduce-scatters and all-gathers from its all-reduces."""
 OUTLIER = 3.0
 """Residuals beyond so many times the noise count by their distance, not its square."""
 USUAL_COST = 1.5
-"""Of a row that the model explains; only beyond are other choices than the tuner's looked for."""
+"""Cost of a row that the model explains; only beyond are other choices than the tuner's looked for."""
 DEPARTURE_COST, MAX_ROUNDS = 12.0, 6
-"""Of a run of sizes that departs from the tuner."""
+"""Cost of a run of sizes that departs from the tuner, and most rounds of such changes."""
 CONVERGED, MAX_STEPS, MOST_DAMPING = 1e-9, 400, 1e12
-"""Of least squares: smaller changes of constants are none, so that processors, which add in different orders, agree on
-the digits that are kept; most steps; and the damping beyond which no step gains."""
+"""Bounds of least squares: smaller changes of constants are none, so that processors, which add in different orders,
+agree on the digits that are kept; most steps; and the damping beyond which no step gains."""
 MOVES_SOLVED, ROUGHLY = 8, 1e-3
 """Other choices that are solved for in a round: those which a step of least squares finds best; and how far, to find
 the best of them."""
@@ -144,7 +144,7 @@ def _used(logs: Sequence[Measured]) -> list[Measured]:
 
 
 def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
-    """The fit with the tuner's choice, or with its changes at other sizes where that explains the logs much better."""
+    """Return the fit with the tuner's choice, or with its changes at other sizes if that explains logs much better."""
     problem = _Problem.of(machine, logs)
     chosen = problem.told
     best = problem.solve(chosen, np.zeros(len(problem.priors)))
@@ -178,7 +178,7 @@ class _Problem:
     runs: list[slice]
     """The samples of each log, by size."""
     told: Indices
-    """What the tuner takes."""
+    """Choice of the tuner."""
     measured_us: Floats
     latency: Floats
     transfer: Floats
@@ -286,7 +286,7 @@ class _Problem:
         return np.array(found)
 
     def departures(self, chosen: Indices) -> int:
-        """How many runs of sizes depart from what the tuner says."""
+        """Return the number of runs of sizes that depart from the tuner's choice."""
         apart = np.where(chosen == self.told, -1, chosen)
         before = np.concatenate([[-1], apart[:-1]])
         before[[run.start for run in self.runs]] = -1
@@ -300,7 +300,7 @@ def _loss(apart: Floats) -> Floats:
 
 
 def _weights(apart: Floats) -> Floats:
-    """Of squares that touch `_loss` from above."""
+    """Return the weights of squares that touch `_loss` from above."""
     return OUTLIER / np.maximum(np.abs(apart), OUTLIER)
 
 
@@ -309,7 +309,7 @@ def _cost(apart: Floats, from_priors: Floats) -> float:
 
 
 def _moves(run: slice, chosen: Indices) -> Iterator[Indices]:
-    """Every choice in which one change between two algorithms of a log comes some sizes earlier or later."""
+    """Yield every choice in which one change between two algorithms of a log comes some sizes earlier or later."""
     for at in range(run.start + 1, run.stop):
         before, after = chosen[at - 1], chosen[at]
         if before == after:
@@ -359,7 +359,7 @@ def _table(log: Measured, chosen: Sequence[Family]) -> tuple[tuple[float, Family
 
 
 def _errors(machine: Nccl, logs: Sequence[Measured]) -> Floats:
-    """log(predicted / measured)."""
+    """Return log(predicted / measured) of every sample."""
     parts = []
     for log in logs:
         predicted = nccl.times_us(log.collective, Shape(machine, log.nodes, log.per_node), _sizes(log))

@@ -69,7 +69,7 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 
 
 def tree(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tuple[Phase, ...]:
-    """Two binary trees through all ranks: measured (`tree`), or as `planner.cost.tree` has it.
+    """Return the phase of two binary trees through all ranks: measured (`tree`), or by `planner.cost.tree`.
 
     Raises InputError: no cost for one of its kinds of link.
     """
@@ -142,7 +142,7 @@ def slowest_hop(cluster: Cluster, link: Link) -> Link:
 
 
 def _slower(link: Link, other: Link) -> bool:
-    """Whether a byte takes longer on `link`, to send and to add."""
+    """Return whether a byte takes longer on `link`, to send and to add."""
     return link.beta_us_per_byte + link.gamma_us_per_byte > other.beta_us_per_byte + other.gamma_us_per_byte
 
 

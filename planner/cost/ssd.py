@@ -30,7 +30,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What Eq. 4 is made of; the paper's letters in brackets."""
+    """Terms of Eq. 4; the paper's letters in brackets."""
 
     forward_us: float
     """[T_f]"""
@@ -58,7 +58,7 @@ class Terms:
 
     @property
     def case(self) -> Literal[1, 2, 3]:
-        """Which case of Eq. 4 holds; the same for every k."""
+        """Return the case of Eq. 4 that holds; the same for every k."""
         if self.push_us >= self.compute_us:
             return 2
         return 1 if self.late_us > 0.0 else 3

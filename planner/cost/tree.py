@@ -1,4 +1,4 @@
-"""What an all-reduce over two binary trees costs: `runtime/comm/collectives/tree.py`, of which every figure here is.
+"""Cost of an all-reduce over two binary trees as `runtime/comm/collectives/tree.py` executes it, with its figures.
 
 A message travels in c chunks, half of them up and down each tree (Sanders, Speck, Träff, Parallel Computing 35, 2009;
 the trees are NCCL 2.4's). Ranks go round by round: in each they send at most one chunk and receive at most one. By that
@@ -21,14 +21,14 @@ from planner.cost.curve import CostCurve
 from planner.documents.profile import Link
 
 CHUNK_BYTES = 256 * 1024
-"""As in the runtime: a chunk is not smaller, as long as there are two."""
+"""Smallest chunk, as in the runtime, as long as there are two."""
 FEWEST_CHUNKS, MOST_CHUNKS = 2, 16
 MORE_ROUNDS = 2.5
 """Rounds that each chunk after the second one takes."""
 
 
 class Rounds(NamedTuple):
-    """What ranks wait for, one after the other, while a message is on its way."""
+    """Numbers of what ranks wait for, one after the other, during a message."""
 
     inside: float
     """Rounds in which nothing is sent between nodes."""

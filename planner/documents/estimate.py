@@ -1,4 +1,4 @@
-"""What a profile's compute times rest on, and the same times on another accelerator. Torch-free."""
+"""Basis of a profile's compute times, and the same times on another accelerator. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ T = TypeVar("T")
 Basis = Literal["measured", "scaled", "estimated", "as profiled"]
 
 PUBLISHED_WITHIN, ASSUMED_WITHIN = 0.15, 1.0
-"""By what share estimated times may be off: where the share of the peak was published for the accelerator (other
+"""Relative errors of estimated times: if the share of the peak was published for the accelerator (other
 micro-batches alone move that of MPT by 6 %), and where it is assumed (published ones lie between 0.42 and 0.69)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeBasis:
-    """On which accelerator a profile computes on a cluster, and how its times are known."""
+    """Accelerator on which a profile computes on a cluster, and how its times are known."""
 
     basis: Basis
     """`as profiled`: one of the two does not name its accelerator, so that the times are taken as they are."""
     accelerator: str | None
-    """Of the cluster; where that names none, the profile's as it was measured. None: neither is known."""
+    """Accelerator of the cluster; if it names none, the one that was measured on. None: neither is known."""
     measured_on: str | None
-    """What the profile says: the name of a device, or of its kind."""
+    """Accelerator in the profile: the name of a device, or of its kind."""
     speed: float = 1.0
-    """How many times as fast forward and backward are as profiled."""
+    """Speed of forward and backward relative to the profile."""
     within: float | None = None
-    """By what share the times may be off; None for measured ones."""
+    """Relative error of the times; None for measured ones."""
 
     def __str__(self) -> str:
-        """In words.
+        """Return the basis in words.
 
         >>> print(ComputeBasis(basis="scaled", accelerator="h100", measured_on="V100", speed=5.43, within=0.35))
         compute scaled from V100: 5.43 times as fast, ± 35%

@@ -17,7 +17,7 @@ _CARDS = re.compile(r"(?:(\d{1,4})x)?(.+)", re.DOTALL)
 
 INTRA_LATENCY = "2.5us"
 NIC_LATENCY: Mapping[str, str] = {"infiniband": "5us", "roce": "5us", "efa": "7.5us", "tcp": "18us"}
-"""By network, the start-up time of a message between nodes. RDMA: 16 H100 on two nodes took 123 µs for the smallest
+"""Start-up time of a message between nodes, by network. RDMA: 16 H100 on two nodes took 123 µs for the smallest
 all-reduce, 30 hops (GCP A3 Mega); EFA: of `h100-8x8-efa3200`; TCP: of `hkbu-8x4-100gbe`."""
 ALSO_CALLED: Mapping[str, Network] = {"ethernet": "tcp"}
 ASSUMED_NETWORK: Mapping[Network, str] = {
@@ -26,7 +26,7 @@ ASSUMED_NETWORK: Mapping[Network, str] = {
     "tcp": "network: not stated, so taken as tcp (cards in gbe are Ethernet's); with RDMA start-up times are shorter: "
     "--network roce",
 }
-"""By what is assumed, what the user has to know of it."""
+"""Note for the user, by the network that is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,8 @@ class Machines:
     gpu: str | None = None
     """Accelerator, for costs by NCCL's own model in place of line rates and latencies."""
     network: str | None = None
-    """infiniband, roce, efa or tcp, which is also called ethernet; default: see `assumed_network`."""
+    """Network between nodes: infiniband, roce, efa or tcp, which is also called ethernet; default: see
+    `assumed_network`."""
     name: str | None = None
     """Name of the cluster."""
 

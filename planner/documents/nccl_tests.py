@@ -1,4 +1,4 @@
-"""What nccl-tests and rccl-tests measured: times of collectives by size. Torch-free.
+"""Measurements of nccl-tests and rccl-tests: times of collectives by size. Torch-free.
 
 Logs come from many versions and launchers, so a row counts only where its own numbers agree: its bandwidth is its size
 over its time (which also tells the unit of the time), and bus over algorithm bandwidth tells collective and ranks
@@ -22,9 +22,10 @@ _NAMES = {"allreduce": "all_reduce", "reducescatter": "reduce_scatter", "allgath
 
 TIME_UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 AGREE = 0.06
-"""How far a row's bandwidth may be from its size over its time: both are rounded, and some builds count in 2^30."""
+"""Largest relative difference of a row's bandwidth from its size over its time: both are rounded, and some builds count
+in 2^30."""
 SURE_GB_PER_S = 1.0
-"""Below, two decimals are too few to tell anything by."""
+"""Least bandwidth that two decimals suffice for, in GB/s."""
 WARM_UP = 1.25
 """A first row so many times as slow as the next one is a warm-up."""
 LEAST_US, MOST_US, MOST_GB_PER_S = 0.1, 1e10, 1e4
@@ -39,11 +40,11 @@ class NcclLog:
     samples: tuple[tuple[float, float], ...]
     """(bytes, µs), sorted; a size that was run several times counts by its median."""
     gpu: str | None
-    """As the catalogue of accelerators names it, where the log says."""
+    """Name in the catalogue of accelerators, if the log has one."""
     device: str | None
     """The accelerator in the log's own words."""
     notes: tuple[str, ...]
-    """What was left out, and why."""
+    """Rows that were left out, and why."""
 
 
 def read_log(path: str | Path, ranks: int, *, per_node: int | None = None, in_place: bool = False) -> list[NcclLog]:
@@ -91,7 +92,7 @@ def parse_log(
 
 
 def _without_rows(printed: Printed) -> str:
-    """Why a log without times is none."""
+    """Return why a log has no times."""
     if any(table.rows for table in printed.tables):
         cause = "whose times are numbers"
     elif len(printed.tables) > 1:
@@ -124,7 +125,7 @@ def _check_ranks(printed: Printed, ranks: int, per_node: int | None, where: str)
 
 
 def _collective(name: str | None, rows: Sequence[Row], ranks: int, where: str) -> str | None:
-    """The collective by its name, held against what bus over algorithm bandwidth says; None for another one."""
+    """Return the collective by its name, checked against bus over algorithm bandwidth; None for another one."""
     ratios = [
         place.bus_gb_per_s / place.algorithm_gb_per_s
         for row in rows

@@ -1,4 +1,4 @@
-"""profile.json and cluster.json: what was measured of a training step and of the links. Torch-free."""
+"""Records of profile.json and cluster.json: measurements of a training step and of the links. Torch-free."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Gradient(Record):
     numel: Annotated[int, Field(ge=0, le=2**40)]
     dtype: Literal[tuple(DTYPE_BYTES)]  # type: ignore[valid-type]
     backward_us: TimeUs
-    """From the previous gradient's readiness (or the start of backward) to this one's."""
+    """Time from the previous gradient's readiness (or the start of backward) to this one's."""
     spread_us: TimeUs | None = None
     """Interquartile range of the readiness time over repeats."""
     matrix: tuple[PositiveCount, PositiveCount] | None = None
@@ -95,7 +95,7 @@ class Gradient(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(Record):
-    """What the two norms take that an optimizer needs of one layer."""
+    """Time of the two norms that an optimizer needs of one layer."""
 
     name: Name
     """The parameter's."""
@@ -108,16 +108,16 @@ class NormProfile(Record):
 
     optimizer: Name
     row_bytes: Annotated[int, Field(ge=1, le=1024)] = 8
-    """What a layer's norms are in a message."""
+    """Bytes of a layer's norms in a message."""
     layers: Annotated[tuple[LayerNorm, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerProfile(Record):
-    """Whose update was timed."""
+    """Optimizer whose update was timed."""
 
     name: Name
-    """Of its class."""
+    """Name of its class."""
     adaptive: bool
     """Whether it divides gradients by a measure of their own size, as Adam does."""
     elementwise: bool | None = None
@@ -125,41 +125,41 @@ class OptimizerProfile(Record):
     holds_all: bool | None = None
     """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
     state_bytes: Count | None = None
-    """What it keeps from step to step."""
+    """Bytes that it keeps from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeIntervals(Record):
-    """Between which times the middle half of the repeats lay."""
+    """Intervals in which the middle half of the repeats lay."""
 
     forward_us: Interval
-    """On all ranks."""
+    """Forward on all ranks."""
     backward_us: Interval
-    """From the median forward to the end on the slowest rank."""
+    """Backward from the median forward to the end on the slowest rank."""
     step_us: Interval
     """Forward, backward and update together, on the slowest rank."""
 
     @property
     def spread_us(self) -> float:
-        """How far apart the quartiles of the step are."""
+        """Return the distance of the quartiles of the step."""
         low_us, high_us = self.step_us
         return max(0.0, high_us - low_us)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeEstimate(Record):
-    """That compute times were not measured: FLOPs over a stated share of an accelerator's peak."""
+    """Origin of compute times that were not measured: FLOPs over a stated share of an accelerator's peak."""
 
     gpu: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
-    """For which the times are; on a cluster of others they are scaled by peak and share."""
+    """Accelerator of the times; on a cluster of others they are scaled by peak and share."""
     flops: Annotated[float, Field(gt=0.0)]
-    """Of forward and backward of one step of one rank; nothing computed twice."""
+    """FLOPs of forward and backward of one step of one rank; nothing computed twice."""
     efficiency: dict[str, Annotated[float, Field(gt=0.0, le=1.0)]]
-    """By accelerator: which share of its peak is reached."""
+    """Share of its peak that is reached, by accelerator."""
     other_efficiency: Annotated[float, Field(gt=0.0, le=1.0)]
-    """Of accelerators that are not listed: an assumption."""
+    """Share of accelerators that are not listed: an assumption."""
     activation_bytes: Count = 0
-    """What forward keeps for backward, where nothing is computed twice."""
+    """Bytes that forward keeps for backward, if nothing is computed twice."""
     checkpoint_bytes: Count = 0
     """The same where only the inputs of blocks are kept, and blocks computed twice."""
     recomputed: bool = False
@@ -180,14 +180,14 @@ class ComputeProfile(Record):
     gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
     optimizer: OptimizerProfile | None = None
     estimate: ComputeEstimate | None = None
-    """Where the times come from, if they were not measured."""
+    """Origin of the times, if they were not measured."""
     norms: NormProfile | None = None
     """Absent: the optimizer needs none."""
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
     intervals: ComputeIntervals | None = None
-    """How much the repeats differed; absent where that is not known."""
+    """Spread of the repeats; absent if it is not known."""
 
     @property
     def backward_us(self) -> float:
@@ -251,7 +251,7 @@ class GradWeightShare(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing(Record):
-    """Which tracer saw the model, and why better ones did not."""
+    """Tracer that saw the model, and why better ones did not."""
 
     method: Literal["export", "symbolic_trace", "hooks"]
     failures: dict[str, str] | None = None
@@ -260,7 +260,7 @@ class Tracing(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileWorld(Record):
-    """Where and when it was measured."""
+    """Place and time of the measurement."""
 
     ranks: Ranks
     nodes: Ranks | None = None
@@ -277,9 +277,9 @@ class ProfileWorld(Record):
     batch_per_rank: PositiveCount | None = None
     """Samples that each rank computes in a step."""
     emulated: Emulated | None = None
-    """How the hosts were emulated; absent on a real cluster."""
+    """Means by which the hosts were emulated; absent on a real cluster."""
     emulation: str | None = None
-    """What was emulated, for example `4x1@1gbit`."""
+    """Emulated hosts, for example `4x1@1gbit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +296,7 @@ class Link(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Line(Record):
-    """time_us = alpha_us + beta_us_per_byte · bytes."""
+    """Fitted line: time_us = alpha_us + beta_us_per_byte · bytes."""
 
     alpha_us: TimeUs
     beta_us_per_byte: Rate
@@ -305,13 +305,13 @@ class Line(Record):
     """Mean of |line − sample| / sample over the samples."""
 
     def at(self, size_bytes: float) -> float:
-        """In microseconds."""
+        """Return the time of so many bytes in microseconds."""
         return self.alpha_us + self.beta_us_per_byte * size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionLine(Line):
-    """What selecting (or adding up what was selected) costs over a bucket's dense bytes."""
+    """Cost of selecting (or adding up what was selected) over a bucket's dense bytes."""
 
     by_density: Annotated[tuple[DensityLine, ...], Field(min_length=1)] | None = None
     """The same by the share of elements that is selected, where that was measured; `alpha_us` and `beta_us_per_byte`
@@ -320,17 +320,17 @@ class SelectionLine(Line):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankLines(Record):
-    """What a rank computes for a bucket whose matrices are sent as products of two thin ones, over the bytes of its
+    """Compute time of a rank for a bucket whose matrices are sent as products of two thin ones, over the bytes of its
     elements as float32."""
 
     pack: Line
     """Before it is sent: residual + gradient, and left factors."""
     project: Line
-    """When the sum of left factors has come: right ones. The network waits for it."""
+    """Time after the sum of left factors has arrived: right ones. The network waits for it."""
     subtract: Line
-    """Beside the second message: the new residual."""
+    """Time during the second message: the new residual."""
     unpack: Line
-    """When the sum of right factors has come: the averages."""
+    """Time after the sum of right factors has arrived: the averages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,30 +363,30 @@ class Cluster(Document):
     ranks_per_node: PositiveCount = 1
     nics_per_node: PositiveCount = 1
     accelerator: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
-    """Of each rank; by default the one that `nccl` names, else not known. Of that kind where both are given."""
+    """Accelerator of each rank; by default the one that `nccl` names, else not known. Both have to be of one kind."""
     intra: Link | None = None
     inter: Link | None = None
     collectives: dict[str, Line] | None = None
     samples: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
     back_to_back: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
-    """As `samples`, per call when calls queue behind one another: the cost of messages in a step, where it is known. In
+    """Samples per call when calls queue behind one another: the cost of messages in a step, if it is known. In
     `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
     sparsify: SelectionLine | dict[str, SelectionLine] | None = None
     unpack: SelectionLine | dict[str, SelectionLine] | None = None
     encode: dict[str, Line] | None = None
-    """By dtype on the wire: what a rank computes before a bucket is sent in it, over the bytes of its elements as
+    """Compute time of a rank before a bucket is sent, by dtype on the wire, over the bytes of its elements as
     float32."""
     decode: dict[str, Line] | None = None
     """The same when it has arrived."""
     low_rank: Annotated[dict[RankName, LowRankLines], Field(min_length=1)] | None = None
-    """By rank of the products."""
+    """Compute times by rank of the products."""
     push_pack: Line | None = None
-    """With a delay: what a rank computes before a push, over its bytes. Nothing where it is not said."""
+    """Compute time of a rank before a push, with a delay, over its bytes. Absent: nothing."""
     local_update: Line | None = None
     pull_take: Line | None = None
-    """With a delay: what a rank computes with weights that were pulled, over the bytes of all. Likewise."""
+    """Compute time of a rank with weights that were pulled, with a delay, over the bytes of all. Absent: nothing."""
     library: Literal["nccl"] | None = None
-    """Whose cost model holds where nothing was measured, on any number of nodes; it ranks before links."""
+    """Library whose cost model holds if nothing was measured, on any number of nodes; it ranks before links."""
     nccl: Nccl | None = None
     """The machines as that model sees them; never without `library`, nor that without this."""
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
@@ -394,13 +394,13 @@ class Cluster(Document):
     measured_for: Accuracy | None = None
     """The riskiest class of plans whose costs were measured; absent where that is not known."""
     emulated: Emulated | None = None
-    """As in the profile's world; the name then is what was emulated."""
+    """Means of emulation, as in the profile's world; the name then is what was emulated."""
     scaled_from: Ranks | None = None
-    """On how many ranks the collectives were measured, where they were scaled to these."""
+    """Number of ranks on which the collectives were measured, if they were scaled to these."""
     source: str | None = None
-    """Who measured it, where it was published, and how each constant was obtained."""
+    """Author of the measurements, publication, and how each constant was obtained."""
     notes: tuple[str, ...] | None = None
-    """What a reader has to know: assumptions, fits and what they were checked on."""
+    """Notes for readers: assumptions, fits and what they were checked on."""
 
     @property
     def ranks(self) -> int:
@@ -408,7 +408,7 @@ class Cluster(Document):
 
     @property
     def computes_on(self) -> str | None:
-        """The name of its accelerator in `ACCELERATORS`; None where it is not known."""
+        """Return the name of its accelerator in `ACCELERATORS`; None if it is not known."""
         return self.accelerator or (None if self.nccl is None else self.nccl.gpu)
 
     @classmethod
@@ -448,15 +448,15 @@ class Profile(Document):
     tracing: Tracing | None = None
     cluster: Cluster | None = None
     loading: Loading | None = None
-    """What input takes, where the job has a dataset."""
+    """Times of input, if the job has a dataset."""
     local_async: LocalAsyncProfile | None = None
-    """What local updaters would take, where that was measured."""
+    """Times of local updaters, if they were measured."""
     units: Units | None = None
-    """What FSDP2 could gather together, where that was measured."""
+    """Modules that FSDP2 could gather together, if they were measured."""
     source: str | None = None
-    """Who measured it and where it was published, where it was not measured here."""
+    """Author of the measurements and publication, if it was not measured here."""
     notes: tuple[str, ...] | None = None
-    """What a reader has to know: assumptions, and the rule by which a known total was split."""
+    """Notes for readers: assumptions, and the rule by which a known total was split."""
 
     @classmethod
     def parse(cls, document: Any, where: str) -> Profile:

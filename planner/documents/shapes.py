@@ -45,24 +45,26 @@ class ModelShape:
     name: str
     weights: tuple[Weight, ...]
     parameters: int | None
-    """As published, where it was; checked."""
+    """Number of parameters as published, if it was; checked."""
     batch: int
     kept_bytes: float
-    """Of one sample, for backward."""
+    """Bytes kept for backward, of one sample."""
     checkpoint_bytes: float
     efficiency: dict[str, float]
-    """By accelerator: which share of its peak is reached."""
+    """Share of its peak that is reached, by accelerator."""
     source: str
     notes: tuple[str, ...]
     other_efficiency: float = OTHER
-    """Of accelerators that are not listed."""
+    """Share of accelerators that are not listed."""
 
 
 def transformer_weights(
     name: str, width: int, tokens: int, matrices: list[tuple[str, int, int]], vectors: list[tuple[str, int]],
     attention_width: int,
 ) -> Iterator[Weight]:  # fmt: skip
-    """One block. `attention_width` is heads × head size; scores and values are credited to its first matrix."""
+    """Yield the weights of one block. `attention_width` is heads × head size; its first matrix includes scores and
+    values.
+    """
     for at, (which, rows, columns) in enumerate(matrices):
         extra = 4.0 * tokens * tokens * attention_width if at == 0 else 0.0
         yield Weight(f"{name}.{which}.weight", rows * columns, 2.0 * rows * columns * tokens + extra)

@@ -1,4 +1,4 @@
-"""profile.json's `units`: the modules of a model in the order of forward, with what each computes and keeps.
+"""Section `units` of profile.json: the modules of a model in the order of forward, with times and memory of each.
 
 What FSDP2 can gather together are groups of them; see `planner.fsdp2.program`.
 """
@@ -24,14 +24,14 @@ class Unit(Record):
     forward_us: TimeUs
     backward_us: TimeUs
     activation_bytes: Count = 0
-    """What it keeps for backward beyond parameters, and units before it do not."""
+    """Bytes kept for backward beyond parameters, and beyond what units before it keep."""
     forward_working_bytes: Count = 0
-    """What its forward takes beside activations, at the most; 0 where that is not known."""
+    """Peak bytes of its forward beyond activations; 0 if it is not known."""
     backward_working_bytes: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
-    """What its backward takes beside all its activations and gradients of parameters, at the most: below 0 where the
+    """Peak bytes of its backward beyond all its activations and gradients of parameters: below 0 if the
     former are gone before the latter are there."""
     carried_bytes: Count = 0
-    """Of that, what is there already when its backward begins."""
+    """Part of that which is there already when its backward begins."""
     input_requires_grad: bool = True
     """False of the first one, whose input is data: its gradients are reduced last."""
 
@@ -68,7 +68,7 @@ class Units(Record):
     update_us: TimeUs = 0.0
     """The optimizer's update of all parameters."""
     loss_working_bytes: Count = 0
-    """What the loss, forward and backward, takes beside all activations, at the most."""
+    """Peak bytes of the loss, forward and backward, beyond all activations."""
     estimated: bool = False
     """Whether times are shared out by size, and not measured."""
 
@@ -86,7 +86,7 @@ class Units(Record):
 
     @property
     def summary(self) -> str:
-        """In words."""
+        """Return the units in words."""
         numel = sum(weight.numel for weight in self.weights)
         total_us = sum(unit.forward_us + unit.backward_us for unit in self.units)
         return (

@@ -1,4 +1,4 @@
-"""What runs the kernels of a device, and why nothing does."""
+"""Backends that run the kernels of a device, and reasons why there is none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Backend(Protocol):
     """Launches kernels of a program on one device."""
 
     def blocks(self, program: Program, kernel: str) -> int:
-        """How many blocks of it the device runs at once."""
+        """Return the number of its blocks that the device runs at once."""
         ...
 
     def launch(self, program: Program, kernel: str, grid: int, arguments: ctypes.Array[ctypes.c_uint64]) -> None:
@@ -27,7 +27,7 @@ class Backend(Protocol):
 
 
 _installed: dict[str, Backend] = {}
-"""By type of device; in place of what `backend_for` would find."""
+"""Backends by type of device, in place of what `backend_for` would find."""
 
 
 def backend_for(device: torch.device) -> Backend | None:

@@ -91,7 +91,7 @@ class Compiler:
 
 @functools.cache
 def compiler() -> Compiler:
-    """The NVRTC of this environment. Raises EnvironmentFailure where there is none that can be loaded."""
+    """Return the NVRTC of this environment. Raises EnvironmentFailure if there is none that can be loaded."""
     why = "no libnvrtc among the installed packages, in CUDA_HOME, or on the library path"
     for path in _candidates():
         try:

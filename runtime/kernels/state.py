@@ -1,4 +1,4 @@
-"""What a selection keeps on its device: where segments lie, what a step leaves to the next, and room to work in.
+"""State of a selection on its device: places of segments, hints from step to step, and working memory.
 
 Everything is allocated once, in one piece, so that a step allocates nothing and can be captured in a CUDA graph.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 from runtime.kernels.source import Shape
 
 MAX_ELEMENTS = 2**31 - 1
-"""Of all segments together: indices are int32."""
+"""Most elements of all segments together: indices are int32."""
 
 BINS, MOST_CHUNKS = 4096, 1024
-"""Of a histogram; pieces of a segment in the later phases, at most."""
+"""Bins of a histogram; most pieces of a segment in the later phases."""
 
 SPARE, ROOM = 4096, 6
 """Room for candidates: SPARE + ROOM · k."""
@@ -44,7 +44,7 @@ CHECKED: dict[int, tuple[int, ...]] = {}
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies. The same for all states of the same segments."""
+    """Places of everything in a state's memory. The same for all states of the same segments."""
 
     elements: tuple[int, ...]
     k: tuple[int, ...]
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """What defines the layout, for `layout_of`."""
+        """Return the numbers that define the layout, for `layout_of`."""
         shape, capacity = self.shape, -1 if self.capacity is None else self.capacity
         return [shape.threads, shape.vectors, shape.min_blocks, capacity, *self.elements, *self.k]
 
@@ -118,7 +118,7 @@ class Layout:
         return torch.tensor([[*row, 0, 0] for row in columns], dtype=torch.int64)
 
     def owners(self, counts: Sequence[int]) -> Tensor:
-        """Which segment each tile, or chunk, belongs to. 1-D int32, on the CPU."""
+        """Return the segment that each tile, or chunk, belongs to. 1-D int32, on the CPU."""
         return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
 
 
@@ -138,7 +138,7 @@ def layout_of(numbers: tuple[int, ...]) -> Layout:
 
 @dataclass(eq=False)
 class TopkState:
-    """What one place that selects needs: made by `make_state`.
+    """State of one place that selects: made by `make_state`.
 
     What a step leaves to the next makes it faster and never changes a result, so a state need not be saved; zeros, and
     even garbage in `warm`, are sound. One state serves one call after another on one stream, never two at once.
@@ -161,7 +161,7 @@ class TopkState:
 
     @property
     def warm(self) -> Tensor:
-        """What a step leaves to the next. Shape (segments, 16), int32; see `WARM`."""
+        """Return the hints from one step to the next. Shape (segments, 16), int32; see `WARM`."""
         return self.part("warm").view(-1, len(WARM))
 
     @property

@@ -24,25 +24,25 @@ from runtime.kernels.state import MAX_ELEMENTS
 
 @dataclass(frozen=True)
 class WireLayout:
-    """How a vector lies in rows of bytes, and what the format is, in numbers."""
+    """Places of a vector in rows of bytes, and the numbers of the format."""
 
     code: torch.dtype
     """One of `WIRE_CODES`."""
     share: int
     """Elements in a row."""
     width: int
-    """Of a block, `WIRE_MOST` at most; without scales, what a warp works on at a time."""
+    """Elements of a block, `WIRE_MOST` at most; without scales, those that a warp works on at a time."""
     scales_at: int
     """Byte of a row where scales (float32) begin."""
     row_bytes: int
-    """At least."""
+    """Least bytes of a row."""
     largest: float
-    """What the largest code stands for, without its scale; of bfloat16, what is sent of all above."""
+    """Value of the largest code, without its scale; of bfloat16, what is sent of all above."""
     scales: tuple[int, float, float] = (0, 0.0, 0.0)
     """(bits of a scale that are 0, as a mask, smallest scale, largest scale)."""
 
     def numbers(self) -> list[int]:
-        """The last words of the kernels' arguments."""
+        """Return the last words of the kernels' arguments."""
         dropped, low, high = self.scales
         return [self.share, self.width, self.scales_at, _bits(self.largest), _bits(low), _bits(high), dropped]
 

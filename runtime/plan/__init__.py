@@ -1,4 +1,4 @@
-"""plan.json and the other files that planner and runtime share. Imports no torch."""
+"""Records of plan.json and the other files that planner and runtime share. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""plan.json: what a runtime of this version can be told to execute. Torch-free, so that deciding stays light.
+"""Records of plan.json: everything that a runtime of this version can execute. Torch-free, so that deciding stays
+light.
 
 A plan is data. Nothing in it is executed or imported; names are looked up in the runtime's registries.
 """
@@ -49,8 +50,8 @@ MAX_UPDATERS = 1024
 """More processes than any rank has cores or device memory for."""
 
 LARGEST_RANK = 64
-"""Of products that are sent in place of matrices: what is computed grows with it, and its square where factors are made
-orthonormal."""
+"""Largest rank of products that are sent in place of matrices: compute grows with it, and its square where factors are
+made orthonormal."""
 
 HINT = "correct it, or make the plan again with `planner optimize`"
 
@@ -59,7 +60,7 @@ Accuracy = Literal["exact", "bounded", "relaxed"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReference(Record):
-    """Which model a document is about."""
+    """Model that a document is about."""
 
     name: str
     fingerprint: Annotated[str, Field(pattern=r"^sha256:")] | None = None
@@ -72,7 +73,7 @@ class PlanWorld(Record):
 
     ranks: Ranks
     nodes: Ranks | None = None
-    """With a delay, where they are fewer than ranks, nodes are the workers."""
+    """Number of nodes. With a delay, if they are fewer than ranks, nodes are the workers."""
     torch: str | None = None
     """The version of torch that compute was profiled with."""
 
@@ -101,7 +102,7 @@ class CompressorSpec(Record):
     rounding: Name | None = None
     links: Name | None = None
     rank: PositiveCount | None = None
-    """Of the matrices that are sent as products."""
+    """Rank of the matrices that are sent as products."""
 
 
 NO_COMPRESSION = CompressorSpec(name="none")
@@ -119,16 +120,16 @@ class PlanBucket(Record):
     size_bytes: Count | None = None
     """Dense bytes of the bucket, where the planner knew them."""
     reason: str | None = None
-    """Why this bucket ends where it does, in words."""
+    """Reason why this bucket ends where it does, in words."""
 
     @property
     def transport(self) -> Transport:
-        """How its messages reach all ranks."""
+        """Return how its messages reach all ranks."""
         return transport_of(self.collective, self.algorithm)
 
     @property
     def dense(self) -> bool:
-        """Whether all its elements are sent as they are."""
+        """Return whether all its elements are sent as they are."""
         return self.compressor.name == NO_COMPRESSION.name
 
     def sent_by(self, transport: Transport, compressor: CompressorSpec) -> PlanBucket:
@@ -158,13 +159,14 @@ class LocalAsyncSpec(Record):
     """Gradients that one updater takes by itself: in all each gradient once, in a block those that become ready one
     after the other, at most as many blocks as updaters. Updater i has block i modulo their number."""
     full_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Of all minibatches, the first ones that update the full model; later ones alternate that with the own block."""
+    """Share of all minibatches, the first ones, that update the full model; later ones alternate that with the own
+    block."""
     average_every: PositiveCount = 1
     """Updates of a rank between averagings over ranks, at first; the paper's K."""
     then_every: PositiveCount = 16
     """The same later; the paper's H."""
     switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Of all minibatches, those after which `then_every` counts."""
+    """Share of all minibatches after which `then_every` counts."""
     synchronous: bool | None = None
     """True: local SGD, of one updater, which waits for each averaging; post-local SGD where `average_every` is 1."""
 
@@ -174,11 +176,11 @@ class NormPlan(Record):
     """Norms of layers, which LARS and LAMB need: whether ranks share the work (PTO), and what was predicted."""
 
     shares: tuple[tuple[Name, ...], ...] | None = None
-    """By rank, the parameters whose norms it computes for all; None: each rank computes all of them."""
+    """Parameters whose norms each rank computes for all, by rank; None: each rank computes all of them."""
     replicated_us: PredictedUs | None = None
-    """What they take where each rank computes all of them."""
+    """Time if each rank computes all of them."""
     shared_us: PredictedUs | None = None
-    """What they take shared: the largest share and the all-gather."""
+    """Time if they are shared: the largest share and the all-gather."""
     gather_us: PredictedUs | None = None
     message_bytes: Count | None = None
     bound_us: PredictedUs | None = None
@@ -210,7 +212,7 @@ class StepPlan(Record):
         ]
         | None
     ) = None
-    """Of gathers beside the next forward: the buckets of each, by index, in the order in which they are launched (any);
+    """Buckets of each gather during the next forward, by index, in the order in which the gathers are launched (any);
     every bucket once, those of a gather without a gap. None: one for each, in the reverse of the plan's order."""
     replicated_us: PredictedUs | None = None
     """The training step where every rank updates all weights."""
@@ -218,7 +220,7 @@ class StepPlan(Record):
     gather_us: PredictedUs | None = None
     """The all-gathers of weights alone."""
     replicated_bytes: Count | None = None
-    """What weights, gradients, the optimizer's state and known activations take on each rank, updated by every rank."""
+    """Memory of weights, gradients, the optimizer's state and known activations on each rank, updated by every rank."""
     sharded_bytes: Count | None = None
     """The same where ranks share the step, with what the exchange needs."""
     memory_bytes: Count | None = None
@@ -228,7 +230,7 @@ class StepPlan(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan(Record):
-    """How ranks go about the optimizer's step."""
+    """Division of the optimizer's step among ranks."""
 
     norms: NormPlan | None = None
     step: StepPlan | None = None
@@ -244,12 +246,12 @@ class Plan(Document):
     world: PlanWorld
     accuracy: Accuracy
     interface: Literal["drop-in"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
-    """What the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every line that
-    works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
+    """Interfaces that the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every
+    line that works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
     buckets: Annotated[tuple[PlanBucket, ...], Field(max_length=MAX_BUCKETS)]
-    """At least one, but none in a plan for FSDP2."""
+    """Buckets; at least one, but none in a plan for FSDP2."""
     fsdp2: FullyShardPlan | None = None
-    """For `planner.fully_shard`, in the place of buckets."""
+    """Wrapping for `planner.fully_shard`, in place of buckets."""
     delay: DelaySpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None
@@ -264,37 +266,37 @@ class Plan(Document):
     updaters: tuple[UpdatersPoint, ...] | None = None
     """Speed over local updaters, for each number that was measured; where relaxed plans were asked for."""
     loading: Loading | None = None
-    """What input takes, where the job has a dataset."""
+    """Times of input, if the job has a dataset."""
     sources: dict[str, str] | None = None
-    """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
+    """Origins of the numbers, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None
     alternatives: dict[str, Plan] | None = None
     """Accuracy class → the best plan of that class; `bounded:all` → what `--compress all` would give."""
     phase_order: tuple[tuple[Count, Count], ...] | None = None
     """(bucket, phase) pairs in launch order, for collectives of several phases."""
     updates: UpdatePlan | None = None
-    """What ranks share of the optimizer's step; None: each does all of it."""
+    """Parts of the optimizer's step that ranks share; None: each does all of it."""
     notes: tuple[str, ...] = field(default=())
-    """What the planner wants the reader to know."""
+    """Notes of the planner for readers."""
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """All gradient names in readiness order."""
+        """Return all gradient names in readiness order."""
         return tuple(name for bucket in self.buckets for name in bucket.gradients)
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks share the optimizer's step."""
+        """Return whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether weights are gathered in fewer bits than the optimizer updates."""
+        """Return whether weights are gathered in fewer bits than the optimizer updates."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.weights is not None
 
     @property
     def gathers(self) -> tuple[tuple[int, ...], ...] | None:
-        """The buckets of each gather of weights beside the next forward, in order; None where there are none."""
+        """Return the buckets of each gather of weights during the next forward, in order; None if there are none."""
         step = self.updates.step if self.updates else None
         if step is None or not step.sharded or step.gather != "forward":
             return None
@@ -302,7 +304,7 @@ class Plan(Document):
 
     @property
     def interfaces(self) -> tuple[str, ...]:
-        """What the script has to know about; nothing of a drop-in plan."""
+        """Return the interfaces that the script has to know about; none of a drop-in plan."""
         return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
 
     def problem(self, path: str) -> str | None:
@@ -380,7 +382,7 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
 
 
 def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
-    """Why the interface is none, or does not say what the plan does to a script; None where it is right.
+    """Return why the interface is wrong, or lacks what the plan does to a script; None if it is right.
 
     A lossy plan's `fallback` may take its place in a run, so the plan has to name the fallback's interface, too.
     """
@@ -424,7 +426,7 @@ _ASKING = {
 
 
 def gathers_problem(plan: Plan, path: str = "the plan") -> str | None:
-    """Why weights cannot be gathered as `updates.step` says; None where they can."""
+    """Return why weights cannot be gathered as `updates.step` says; None if they can."""
     step = plan.updates.step if plan.updates else None
     if step is None:
         return None

@@ -1,4 +1,4 @@
-"""What of a plan is executed: the part by which two plans train the same way or do not. Torch-free."""
+"""Executed part of a plan: the part by which two plans train the same way or do not. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan.json's `fsdp2`: which modules FSDP2 gathers together, what it fetches ahead, what it keeps. Torch-free.
+"""Section `fsdp2` of plan.json: modules that FSDP2 gathers together, fetches ahead and keeps. Torch-free.
 
 Modules are named by their paths, as `named_modules()` gives them; the model itself is `""`. A group is named by its
 first module. Parameters in no group are the root's, which is a group of its own without being listed.
@@ -39,7 +39,7 @@ class MemoryPoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FullyShardPlan(Record):
-    """How `fully_shard` is called, and what the planner says of it."""
+    """Arguments of `fully_shard`, and the planner's predictions."""
 
     groups: Groups
     """Modules that are gathered together, and whose gradients are reduce-scattered together."""
@@ -48,25 +48,26 @@ class FullyShardPlan(Record):
     backward_prefetch: Prefetch = field(default_factory=dict)
     """Group → groups whose gathers it begins before its own backward; absent: the one that is next."""
     reshard_after_forward: dict[ModulePath, Reshard] = field(default_factory=dict)
-    """By group; absent: FSDP2's own rule, which is to free what is not the root's."""
+    """Whether parameters are freed after forward, by group; absent: FSDP2's own rule, which is to free what is not the
+    root's."""
     shard_ranks: Ranks | None = None
     """Ranks that hold one copy of the parameters (HSDP's inner dimension); absent: all."""
     reduce_scatter_max_input_buffers: PositiveCount | None = None
     """Reduce-scatters under way before the next one waits; absent: 1, FSDP2's own."""
     reduce_dtype: Literal["bfloat16"] | None = None
-    """In which gradients are added up, which rounds them: of bounded plans alone; absent: in their own."""
+    """Dtype in which gradients are added up, which rounds them: of bounded plans alone; absent: their own."""
     peak_bytes: Count | None = None
     """Predicted, of one rank."""
     memory_bytes: Count | None = None
     """The limit that it was planned for."""
     lost_without_buffers_us: PredictedUs | None = None
-    """What the step would take longer with one reduce-scatter at a time, which older versions of FSDP2 have."""
+    """Time that the step would lose with one reduce-scatter at a time, which older versions of FSDP2 have."""
     frontier: tuple[MemoryPoint, ...] | None = None
     """Time over memory."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The groups by name, the root last."""
+        """Return the groups by name, the root last."""
         return (*(group[0] for group in self.groups), ROOT)
 
     def shard_size(self, ranks: int) -> int:

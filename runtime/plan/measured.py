@@ -58,9 +58,9 @@ class MeasuredStep(Document):
     backward_us: TimeUs
     update_us: TimeUs
     micro_batches: PositiveCount | None = None
-    """Of one step of the optimizer; absent: one."""
+    """Number of micro-batches of one step of the optimizer; absent: one."""
     exchanged: PositiveCount | None = None
-    """How many of them exchanged gradients; absent: the last one."""
+    """Number of them that exchanged gradients; absent: the last one."""
     timeline: Annotated[tuple[MeasuredTask, ...], Field(min_length=1)]
 
     @classmethod

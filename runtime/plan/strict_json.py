@@ -107,7 +107,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flaw(value: Any, depth: int = 0) -> str | None:
-    """What no document may hold anywhere, as `.field[0]: found …, expected …`; None for a sound value."""
+    """Return what no document may hold anywhere, as `.field[0]: found …, expected …`; None for a sound value."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f": found {json.dumps(value)}, expected a finite number; correct it"
     if isinstance(value, str):
@@ -267,7 +267,7 @@ def repeated_item(groups: Iterable[Iterable[Item]]) -> tuple[int, int, Item, int
 
 
 def dump(record: Any) -> Any:
-    """A record as plain JSON types, without the fields that are None."""
+    """Return a record as plain JSON types, without the fields that are None."""
     return _adapter(type(record)).dump_python(record, mode="json", exclude_none=True, warnings="error")
 
 
@@ -292,7 +292,7 @@ def _shown(value: Any) -> str:
 
 
 def json_step(key: int | str) -> str:
-    """One step of a JSON path; a name that is no identifier in quotes, a long one cut short."""
+    """Return one step of a JSON path; a name that is no identifier in quotes, a long one cut short."""
     if isinstance(key, int):
         return f"[{key}]"
     if len(key) > SHOWN_CHARACTERS:
@@ -304,7 +304,7 @@ _PLAIN = re.compile(r"\w+")
 
 
 def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
-    """The location as a JSON path; steps that name a union's branch and not a field are left out."""
+    """Return the location as a JSON path; steps that name a union's branch and not a field are left out."""
     path, value = "$", document
     for step in location:
         if isinstance(step, int) and isinstance(value, list):
@@ -317,7 +317,7 @@ def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
 
 
 def _violation(detail: ErrorDetails, record_type: type[Any], hint: str) -> str:
-    """What is wrong at one place: found, expected, hint."""
+    """Return what is wrong at one place: found, expected, hint."""
     if detail["type"] in UNKNOWN:
         field = str(detail["loc"][-1])
         near = difflib.get_close_matches(field, _field_names(record_type), n=1) if len(field) < 100 else []
