@@ -57,7 +57,7 @@ def is_in_compiled_code() -> bool:
 
 
 def runs_without_python(module: torch.nn.Module) -> bool:
-    """Tell whether a program that torch has compiled, or a script, stands in for the module's forward."""
+    """Return whether a program that torch has compiled, or a script, stands in for the module's forward."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -65,7 +65,7 @@ def runs_without_python(module: torch.nn.Module) -> bool:
 
 
 def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: bool = True) -> RemovableHandle:
-    """Register a hook that is called before a module's forward, first of all where not told otherwise; a script, which
+    """Register a hook that is called before a module's forward, first of all by default; a script, which
     has no method for that, calls it all the same.
     """
     return torch.nn.Module.register_forward_pre_hook(module, hook, prepend=prepend)
@@ -77,7 +77,7 @@ def hook_after_forward(module: torch.nn.Module, hook: ModuleHook) -> RemovableHa
 
 
 def may_have_methods(module: torch.nn.Module) -> bool:
-    """Tell whether a method among a module's attributes is copied and saved with it as torch and Python do by default,
+    """Return whether a method among a module's attributes is copied and saved with it, as torch does by default,
     or left out.
     """
     from torch._dynamo.eval_frame import OptimizedModule
@@ -142,7 +142,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def has_all_reduce_hook(module: torch.nn.Module) -> bool:
-    """Tell whether `set_all_reduce_hook` was called on a module of FSDP2: the hook reads what was reduced at once."""
+    """Return whether `set_all_reduce_hook` was called on a module of FSDP2: the hook reads what was reduced at once."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return any(group is not None and group._all_reduce_hook is not None for group in groups)
@@ -159,7 +159,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def makes_parameter(frame: FrameType) -> bool:
-    """Tell whether a frame makes a `torch.nn.Parameter` of a tensor."""
+    """Return whether a frame makes a `torch.nn.Parameter` of a tensor."""
     return frame.f_code is torch.nn.Parameter.__new__.__code__
 
 
@@ -171,7 +171,7 @@ def own_memory(flat: torch.Tensor) -> torch.UntypedStorage:
 
 
 def held_by_torch(tensor: torch.Tensor, holders: int = 0) -> bool:
-    """Tell whether more than `holders` beside Python refer to a tensor (a graph, DLPack), or torch does not say."""
+    """Return whether more than `holders` other than Python refer to a tensor (a graph, DLPack), or it is not known."""
     count = getattr(tensor, "_use_count", None)
     return count is None or count() > 1 + holders
 
@@ -228,7 +228,7 @@ class ModuleHook:
 
 
 def wait_for(work: dist.Work, limit: timedelta | None = None) -> None:
-    """`work.wait()`, whose errors are told from those of other code; see `is_of_backend`."""
+    """Wait for `work`, with errors that `is_of_backend` distinguishes from those of other code."""
     work.wait() if limit is None else work.wait(limit)
 
 
@@ -353,7 +353,7 @@ def is_of_backend(error: BaseException) -> bool:
     """Return whether a backend raised the error, because a rank died or a network failed; not an operation on tensors,
     or whatever else went wrong in this process.
 
-    torch has classes for some of these errors. The others are bare RuntimeErrors, of which the place tells: a call of
+    torch has classes for some of these errors. The others are bare RuntimeErrors, identified by their place: a call of
     `torch.distributed`, or a wait for what that has started.
     """
     if isinstance(error, dist.DistError):

@@ -17,7 +17,7 @@ MAX_SLOPE = 1e30
 class CostCurve:
     """Message bytes → time in microseconds; a line, or measured samples joined by lines.
 
-    Beyond the first and last sample the nearest segment goes on with slope ≥ 0; nothing is ever below 0.
+    Beyond the first and last sample the nearest segment continues with slope ≥ 0; nothing is ever below 0.
     """
 
     def __init__(self, knots_bytes: NDArray[np.float64], knots_us: NDArray[np.float64], line: Coefficients) -> None:
@@ -45,12 +45,12 @@ class CostCurve:
         return CostCurve(self._bytes, factor * self._us, line)
 
     def repeated(self, times: int) -> CostCurve:
-        """Return the curve of messages that travel in so many equal parts, one after the other."""
+        """Return the curve of messages that are sent in this number of equal parts, one after the other."""
         line = Coefficients(times * self.line.start_up_us, self.line.per_byte_us)
         return CostCurve(times * self._bytes, times * self._us, line)
 
     def of_share(self, share: float) -> CostCurve:
-        """Return the curve of messages of which only this share of the bytes is sent.
+        """Return the curve of messages if only this share of their bytes is sent.
 
         >>> float(CostCurve.from_line(Coefficients(5.0, 0.1)).of_share(0.5).at(100.0))
         10.0
@@ -70,7 +70,7 @@ class CostCurve:
 
     @property
     def bends_bytes(self) -> NDArray[np.float64]:
-        """Return the sizes, in bytes, between neighbours of which, and beyond which, the curve is a line."""
+        """Return the sizes in bytes at which the curve bends: between neighbours, and beyond them, it is a line."""
         if not self._below_slope:
             return self._bytes
         with np.errstate(over="ignore"):

@@ -29,7 +29,7 @@ class Half:
     source: str
     """Origin of the curve, in words."""
     implied: bool = False
-    """Whether nobody said what it costs, so that it follows from the all-reduce."""
+    """Whether its cost is not known and follows from the all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class NodeCosts:
 
 
 def node_costs(cluster: Cluster) -> NodeCosts | None:
-    """Return None on nodes of one rank, on a single node, and where one of the two kinds of link has no cost."""
+    """Return None on nodes of one rank, on a single node, and where intra-node or inter-node links have no cost."""
     inside, nodes = cluster.ranks_per_node, cluster.nodes
     if 1 in (inside, nodes):
         return None
@@ -54,7 +54,7 @@ def node_costs(cluster: Cluster) -> NodeCosts | None:
         (REDUCE_SCATTER, "inter", nodes, 1.0 / inside), (ALL_GATHER, "inter", nodes, 1.0 / inside),
         (REDUCE_SCATTER, "intra", inside, 1.0), (ALL_GATHER, "intra", inside, 1.0),
     ]  # fmt: skip
-    # A cluster need not say what each kind of link costs: then nothing is planned between nodes.
+    # A cluster need not have costs of intra-node and inter-node links: then nothing is planned between nodes.
     try:
         phases = [phase_of(cluster, name, "ring", link, ranks, share) for name, link, ranks, share in asked]
     except InputError:

@@ -54,7 +54,7 @@ class Thin:
 
 def thin_of(numel: Ints, matrices: Ints, rank: int) -> Thin:
     """Return what gradients of so many elements send; `matrices`: their (rows, columns), 0 where there are none. Where
-    factors would be no fewer elements than the matrix, it travels as it is.
+    factors would be no fewer elements than the matrix, it is sent as it is.
     """
     rows, columns = matrices.T
     factored = rank * (rows + columns) < rows * columns

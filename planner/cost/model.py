@@ -44,7 +44,7 @@ class Slowdown:
         return cls(np.log2(size), 1.0 / compute, 1.0 / network)
 
     def __call__(self, message_bytes: ArrayLike) -> tuple[Floats, Floats]:
-        """(factor of compute, factor of the network) while such a message is on its way, elementwise."""
+        """Return (factor of compute, factor of the network) while such a message is in flight, elementwise."""
         at = np.log2(np.maximum(np.asarray(message_bytes, dtype=np.float64), 1.0))
         compute = 1.0 / np.interp(at, self.log2_bytes, self.compute_speed)
         return compute, 1.0 / np.interp(at, self.log2_bytes, self.network_speed)
@@ -69,7 +69,7 @@ class CommunicationCost:
     interval: float | None = None
     """Largest relative error of 9 of 10 measurements, if a library's model gives the costs."""
     link: Link | None = None
-    """The link that the measured all-reduce implies, where it was fitted: for collectives that nobody measured."""
+    """Link that the measured all-reduce implies, if it was fitted: for collectives that were not measured."""
 
     @property
     def contention(self) -> Contention:

@@ -150,8 +150,8 @@ class Shape:
         """Return the latency of one step between nodes."""
         # One rank a node has nothing to hide it behind: NCCL takes the tree's.
         kind = "tree" if self.per_node == 1 and algorithm != "pat" else algorithm
-        told = self.machine.net_latency_us
-        return _HARDWARE_US[kind][_NET][protocol] + told * (2.0 if _PROTOCOLS[protocol] == "simple" else 1.0)
+        plugin_us = self.machine.net_latency_us
+        return _HARDWARE_US[kind][_NET][protocol] + plugin_us * (2.0 if _PROTOCOLS[protocol] == "simple" else 1.0)
 
 
 def _steps(collective: str, ranks: int) -> int:
@@ -362,7 +362,7 @@ def factors_of(fit: NcclFit | None, family: Family, collective: str) -> tuple[fl
 
 
 def constants(shape: Shape) -> tuple[float, float]:
-    """Return what a call takes beside the model, and the exponent p."""
+    """Return the time of a call that the model lacks, and the exponent p."""
     fit, inside = shape.machine.fit, shape.nodes == 1
     if fit is None:
         return LAUNCH_US, OVERLAP_INSIDE if inside else OVERLAP_BETWEEN

@@ -2,7 +2,7 @@
 
 Few numbers are measured and many predicted, so NCCL's constants are the start: launch, overlap, and for each algorithm
 and protocol one multiplier of its latency and one of its transfer are moved only as far as measurements ask
-(squared logarithms, with priors). Algorithms that nobody measured move with the mean of those that were. Where a log
+(squared logarithms, with priors). Algorithms that were not measured move with the mean of those that were. Where a log
 shows another choice than the tuner's (a plugin, or variables that were set), changes are moved to other sizes.
 """
 
@@ -87,7 +87,7 @@ class Trial:
 
 
 def fit(machine: Nccl, logs: Sequence[Measured]) -> Nccl:
-    """Return the machine with what was fitted to `logs`, which `attempt` and `finish` do in turn."""
+    """Return the machine with what was fitted to `logs`: `attempt`, then `finish`."""
     return finish(attempt(machine, logs), logs)
 
 
@@ -146,7 +146,7 @@ def _used(logs: Sequence[Measured]) -> list[Measured]:
 def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
     """Return the fit with the tuner's choice, or with its changes at other sizes if that explains logs much better."""
     problem = _Problem.of(machine, logs)
-    chosen = problem.told
+    chosen = problem.tuned
     best = problem.solve(chosen, np.zeros(len(problem.priors)))
     for _ in range(MAX_ROUNDS):
         if best.cost <= USUAL_COST * len(chosen):
@@ -177,7 +177,7 @@ class _Problem:
     names: list[Family]
     runs: list[slice]
     """The samples of each log, by size."""
-    told: Indices
+    tuned: Indices
     """Choice of the tuner."""
     measured_us: Floats
     latency: Floats
@@ -189,20 +189,20 @@ class _Problem:
     @classmethod
     def of(cls, machine: Nccl, logs: Sequence[Measured]) -> _Problem:
         shapes = [Shape(machine, log.nodes, log.per_node) for log in logs]
-        told = [nccl.choice(log.collective, shape, _sizes(log)) for log, shape in zip(logs, shapes, strict=True)]
-        names = sorted({family for taken in told for family in taken})
+        tuned = [nccl.choice(log.collective, shape, _sizes(log)) for log, shape in zip(logs, shapes, strict=True)]
+        names = sorted({family for taken in tuned for family in taken})
         ends = np.cumsum([len(log.samples) for log in logs]).tolist()
         runs = [slice(end - len(log.samples), end) for end, log in zip(ends, logs, strict=True)]
         latency = np.full((ends[-1], len(names)), np.nan)
         transfer = latency.copy()
-        for log, shape, run, taken in zip(logs, shapes, runs, told, strict=True):
+        for log, shape, run, taken in zip(logs, shapes, runs, tuned, strict=True):
             for family in set(taken):  # changes between others do not move
                 at = names.index(family)
                 latency[run, at] = np.log(nccl.latency_us(family, log.collective, shape))
                 transfer[run, at] = np.log(_sizes(log) / nccl.bytes_per_us(family, log.collective, shape))
         lengths = [len(log.samples) for log in logs]
         return cls(
-            logs, names, runs, np.array([names.index(family) for taken in told for family in taken]),
+            logs, names, runs, np.array([names.index(family) for taken in tuned for family in taken]),
             np.array([time for log in logs for _, time in log.samples]), latency, transfer,
             np.repeat([log.nodes == 1 for log in logs], lengths),
             np.repeat([log.collective != "all_reduce" for log in logs], lengths),
@@ -287,7 +287,7 @@ class _Problem:
 
     def departures(self, chosen: Indices) -> int:
         """Return the number of runs of sizes that depart from the tuner's choice."""
-        apart = np.where(chosen == self.told, -1, chosen)
+        apart = np.where(chosen == self.tuned, -1, chosen)
         before = np.concatenate([[-1], apart[:-1]])
         before[[run.start for run in self.runs]] = -1
         return int(np.sum((apart >= 0) & (apart != before)))
@@ -328,7 +328,7 @@ def _record(problem: _Problem, solution: _Solution, chosen: Indices) -> NcclFit:
     used = {problem.names[at]: values[5 + 3 * at : 8 + 3 * at] for at in sorted(set(chosen.tolist()))}
     taken = [[problem.names[at] for at in chosen[run]] for run in problem.runs]
     changed = {
-        log.collective for log, run in zip(logs, problem.runs, strict=True) if np.any(chosen[run] != problem.told[run])
+        log.collective for log, run in zip(logs, problem.runs, strict=True) if np.any(chosen[run] != problem.tuned[run])
     }
     choice: dict[str, dict[str, tuple[tuple[float, Family], ...]]] = {}
     for log, families in zip(logs, taken, strict=True):

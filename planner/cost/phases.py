@@ -55,7 +55,7 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 
     With one rank a node it is the flat all-reduce, by whatever that was measured to cost.
 
-    Raises InputError: no cost for one of the two kinds of link.
+    Raises InputError: no cost for intra-node or inter-node links.
     """
     inside = cluster.ranks_per_node
     if inside == 1 and cluster.nodes > 1:
@@ -71,7 +71,7 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 def tree(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tuple[Phase, ...]:
     """Return the phase of two binary trees through all ranks: measured (`tree`), or by `planner.cost.tree`.
 
-    Raises InputError: no cost for one of its kinds of link.
+    Raises InputError: no cost for intra-node or inter-node links.
     """
     if cluster.ranks == 1:
         return ()

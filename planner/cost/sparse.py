@@ -1,8 +1,8 @@
 """Cost of compression: collectives of selected elements (values and indices), as phases on the links inside nodes
 and between them, and on the compute resource selecting elements of a bucket and adding up what was selected.
 
-Source: CommLib (Shi et al., MLSys 2021, Eq. 7-10), with two departures: indices travel too, so a selected element takes
-8 bytes, and HiTopKComm's last gather is a ring.
+Source: CommLib (Shi et al., MLSys 2021, Eq. 7-10), with two departures: indices are sent, too, so a selected element
+takes 8 bytes, and HiTopKComm's last gather is a ring.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
 
 
 def naive_all_gather(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
-    """CommLib's NaiveAG: the same bytes, but values and indices apart, each of which starts up by itself."""
+    """Return CommLib's NaiveAG: the same bytes, but values and indices in messages of their own."""
     return tuple(replace(phase, curve=phase.curve.repeated(2)) for phase in flat(cluster, otherwise))
 
 

@@ -20,7 +20,7 @@ Kind = Literal["model", "cluster"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "profiles"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "profiles"
-"""The documents: a wheel has them inside of the package; a checkout, also installed as editable, has them beside it."""
+"""Folder of the documents: inside of the package in a wheel, next to it in a checkout, also installed as editable."""
 
 MAX_SUGGESTIONS = 3
 

@@ -1,7 +1,7 @@
 """Measurements of nccl-tests and rccl-tests: times of collectives by size. Torch-free.
 
 Logs come from many versions and launchers, so a row counts only where its own numbers agree: its bandwidth is its size
-over its time (which also tells the unit of the time), and bus over algorithm bandwidth tells collective and ranks
+over its time (which also gives the unit of the time), and bus over algorithm bandwidth gives collective and ranks
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). `planner.documents.nccl_printed` reads their forms.
 """
 

@@ -344,7 +344,7 @@ class Contention(Record):
     are those of a usual size, for what has no size here."""
     gathers_by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
     """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds.
-    Never without that: all-reduces would have factors of no size beside them."""
+    Never without that: all-reduces would then have factors of no size."""
 
     def problem(self, path: str) -> str | None:
         """Return what is wrong if gathers alone have factors by size."""
@@ -517,7 +517,7 @@ def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
 def _with_link_constants(document: Any, where: str) -> Any:
     """Return a cluster document in which links that are written as `bandwidth` and `latency` have α and β.
 
-    Raises InputError: a rate or a time that is none, or one beside the constant that it stands for.
+    Raises InputError: a rate or a time that is none, or one together with the constant that it stands for.
     """
     if not isinstance(document, Mapping):
         return document

@@ -1,4 +1,4 @@
-"""Kernels for gradients of which less is sent: error feedback, selection or narrow codes, and the new residual in one
+"""Kernels for gradients that are sent in part: error feedback, selection or narrow codes, and the new residual in one
 launch; unpacking.
 
     state = make_state([gradient.numel()], [k], gradient.device)                # once
@@ -8,7 +8,7 @@ launch; unpacking.
 Results are those of `ef_topk_torch`, bit for bit, whatever a state has seen before and however many blocks run. On CUDA
 tensors nothing is allocated, nothing waits for the host, and calls can be captured in CUDA graphs; the kernels are
 compiled when they are first needed (`cuda.py`). On CPU tensors the reference runs, which is slow: it is for tests.
-docs/concepts/compression.md tells how it is done, docs/results/gpu.md what has been measured.
+docs/concepts/compression.md explains the method, docs/results/gpu.md has measurements.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def unpack_(sums: Tensor, values: Tensor, indices: Tensor, *, factor: float = 1.
     Args:
         sums: 1-D, float32 or bfloat16; becomes the sum, with 0 where nothing came.
         values: (ranks, k), float32 or bfloat16, each row contiguous; sums are made in float32.
-        indices: likewise, int32; ascending in each row, each below the elements of `sums`.
+        indices: of the same shape, int32; ascending in each row, each below the elements of `sums`.
         factor: what the sums are multiplied by.
 
     Raises:

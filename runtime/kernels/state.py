@@ -25,7 +25,7 @@ SPARE, ROOM = 4096, 6
 """Room for candidates: SPARE + ROOM · k."""
 
 DENSE, SMALL = 4, 65536
-"""A segment of more than SMALL elements of which more than a DENSE-th is sent has no candidates: it is read again."""
+"""A segment of more than SMALL elements that sends more than a DENSE-th has no candidates: it is read again."""
 
 LEAD = 3
 """Tiles may begin so many elements before their segment, so that vectors are aligned."""

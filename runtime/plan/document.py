@@ -151,8 +151,8 @@ class DelaySpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAsyncSpec(Record):
-    """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks beside
-    them."""
+    """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks
+    meanwhile."""
 
     updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
     blocks: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
@@ -205,7 +205,7 @@ class StepPlan(Record):
     """`bfloat16`: float32 weights are gathered in it, and all ranks compute with what is rounded so, while each keeps
     its own part in float32 for the optimizer. None: weights are gathered as they are."""
     gather: Literal["step", "forward"] | None = None
-    """Whether the optimizer's step ends when weights have come (None, too), or they come beside the next forward."""
+    """Whether weights arrive before the optimizer's step ends (None, too), or during the next forward."""
     gathers: (
         Annotated[
             tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...], Field(min_length=1, max_length=MAX_BUCKETS)
@@ -225,7 +225,7 @@ class StepPlan(Record):
     """The same where ranks share the step, with what the exchange needs."""
     memory_bytes: Count | None = None
     late_us: PredictedUs | None = None
-    """The training step where weights are gathered beside the next forward."""
+    """Training step with weights gathered during the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True)

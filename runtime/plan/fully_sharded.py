@@ -23,7 +23,7 @@ Groups = Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...],
 Prefetch = dict[ModulePath, Annotated[tuple[ModulePath, ...], Field(min_length=1)]]
 Reshard = bool | Annotated[int, Field(ge=2, le=10**7)]
 """True: parameters are freed after forward and gathered again; False: they are kept; a number: they are kept in parts,
-of which so many ranks have all."""
+and this number of ranks together have all."""
 
 
 @dataclass(frozen=True, kw_only=True)
