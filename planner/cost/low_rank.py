@@ -116,8 +116,3 @@ def _at_rank(known: dict[int, LowRankLines], rank: int) -> LowRankLines:
         return Line(alpha_us=alpha_us, beta_us_per_byte=beta)
 
     return LowRankLines(**{part: line(part) for part in PARTS})
-
-
-def low_rank_cost(cluster: Cluster, rank: int, all_reduce: CostCurve) -> LowRankCost:
-    """Return what products of a rank cost on a cluster; `all_reduce`: of the library's, over bytes."""
-    return LowRankCost(lines=low_rank_lines(cluster, rank)[0], all_reduce=all_reduce)

@@ -136,14 +136,13 @@ def slowest_hop(cluster: Cluster, link: Link) -> Link:
     of each step is then the larger one: never less than formulas have where the link inside is the faster one.
     """
     inside = cluster.intra
-    if inside is None or 1 in (cluster.nodes, cluster.ranks_per_node) or not _slower(inside, link):
+    if inside is None or 1 in (cluster.nodes, cluster.ranks_per_node):
+        return link
+    # The time of a byte is that of sending and of adding it.
+    within, between = (hop.beta_us_per_byte + hop.gamma_us_per_byte for hop in (inside, link))
+    if within <= between:
         return link
     return replace(inside, alpha_us=max(inside.alpha_us, link.alpha_us))
-
-
-def _slower(link: Link, other: Link) -> bool:
-    """Return whether a byte takes longer on `link`, to send and to add."""
-    return link.beta_us_per_byte + link.gamma_us_per_byte > other.beta_us_per_byte + other.gamma_us_per_byte
 
 
 def measured_flat(cluster: Cluster, collective: str, *, queued: bool = False) -> CostCurve | None:

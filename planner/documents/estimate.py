@@ -62,23 +62,19 @@ class ComputeBasis:
 def compute_basis(profile: Profile, cluster: Cluster) -> ComputeBasis:
     """Return what the compute times of `on_accelerator(profile, cluster)` rest on."""
     estimate, new = profile.compute.estimate, cluster.computes_on
-    world = profile.world
     if estimate is not None:
         name = new or estimate.gpu
+        basis: Basis = "estimated" if new else "as profiled"
         published = name in estimate.efficiency or kind_of(name) in estimate.efficiency
-        within = PUBLISHED_WITHIN if published else ASSUMED_WITHIN
-        speed = 1.0 / _step_ratio(profile, name)
-        return ComputeBasis(
-            basis="estimated" if new else "as profiled", accelerator=name, measured_on=None, speed=speed, within=within
-        )
-    old, measured_on = find_accelerator(world.accelerator), world.accelerator or world.device
+        speed, within = 1.0 / _step_ratio(profile, name), PUBLISHED_WITHIN if published else ASSUMED_WITHIN
+        return ComputeBasis(basis=basis, accelerator=name, measured_on=None, speed=speed, within=within)
+    old, measured_on = find_accelerator(profile.world.accelerator), profile.world.accelerator or profile.world.device
     if new is None or old is None:
         return ComputeBasis(basis="as profiled", accelerator=new or old or measured_on, measured_on=measured_on)
     if old == new:
         return ComputeBasis(basis="measured", accelerator=new, measured_on=measured_on)
-    return ComputeBasis(
-        basis="scaled", accelerator=new, measured_on=measured_on, speed=speed_ratio(old, new), within=SCALED_WITHIN
-    )
+    speed = speed_ratio(old, new)
+    return ComputeBasis(basis="scaled", accelerator=new, measured_on=measured_on, speed=speed, within=SCALED_WITHIN)
 
 
 def check_accelerators(profile: Profile, cluster: Cluster) -> None:

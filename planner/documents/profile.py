@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -412,7 +412,7 @@ class Cluster(Document):
         return self.accelerator or (None if self.nccl is None else self.nccl.gpu)
 
     @classmethod
-    def parse(cls, document: Any, where: str) -> Cluster:
+    def parse(cls, document: Any, where: str) -> Self:
         """Check a parsed document, in which links may be written as `bandwidth` and `latency`. Raises InputError."""
         return super().parse(_with_link_constants(document, f"{where}: $"), where)
 
@@ -439,7 +439,7 @@ class Cluster(Document):
 class Profile(Document):
     """The contents of profile.json."""
 
-    HINT: ClassVar[str] = CURE
+    hint: ClassVar[str] = CURE
     schema: Literal["planner.profile/1"] = PROFILE_SCHEMA
     model: ModelReference
     world: ProfileWorld
@@ -459,7 +459,7 @@ class Profile(Document):
     """Notes for readers: assumptions, and the rule by which a known total was split."""
 
     @classmethod
-    def parse(cls, document: Any, where: str) -> Profile:
+    def parse(cls, document: Any, where: str) -> Self:
         """Check a parsed document, in which a cluster that is not known may be `{}`. Raises InputError."""
         record = dict(check_schema(document, PROFILE_SCHEMA, where))
         if record.get("cluster") == {}:

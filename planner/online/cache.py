@@ -78,7 +78,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 class Remembered(Document):
     """The contents of one file."""
 
-    HINT: ClassVar[str] = HINT
+    hint: ClassVar[str] = HINT
     schema: Literal["planner.cache/1"] = SCHEMA
     key: Key
     plan: Plan

@@ -29,16 +29,7 @@ from runtime.plan.predicted import (
     ScalingPoint,
     UpdatersPoint,
 )
-from runtime.plan.strict_json import (
-    Count,
-    Document,
-    Name,
-    PositiveCount,
-    PredictedUs,
-    Ranks,
-    Record,
-    repeated_item,
-)
+from runtime.plan.strict_json import Count, Document, Name, PositiveCount, PredictedUs, Ranks, Record, repeated_item
 from runtime.plan.transports import Transport, transport_of
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
@@ -240,7 +231,7 @@ class UpdatePlan(Record):
 class Plan(Document):
     """The contents of plan.json."""
 
-    HINT: ClassVar[str] = HINT
+    hint: ClassVar[str] = HINT
     schema: Literal["planner.plan/1"] = SCHEMA
     model: ModelReference
     world: PlanWorld
@@ -309,12 +300,10 @@ class Plan(Document):
 
     def problem(self, path: str) -> str | None:
         """Return the first thing that interface, gathers, buckets, or blocks of local updaters have wrong."""
-        return (
-            interface_problem(self, path)
-            or gathers_problem(self, path)
-            or _buckets_problem(self, path)
-            or (self.local_async and blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks"))
-        )
+        problem = interface_problem(self, path) or gathers_problem(self, path) or _buckets_problem(self, path)
+        if problem is not None or self.local_async is None:
+            return problem
+        return blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks")
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types, in the order in which people read them."""
@@ -499,7 +488,8 @@ def blocks_problem(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -
             f"{where}[{index}][{position}]: found {name!r}, which is in block {earlier} already; expected each "
             f"gradient in exactly one block: take one out"
         )
-    missing = [name for name in gradients if name not in set().union(*spec.blocks)]
+    held = {name for block in spec.blocks for name in block}
+    missing = [name for name in gradients if name not in held]
     if not missing:
         return None
     return (

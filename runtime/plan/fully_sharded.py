@@ -146,9 +146,9 @@ def nesting_order(groups: Sequence[Sequence[str]]) -> list[int] | None:
     sorter: TopologicalSorter[int] = TopologicalSorter({index: () for index in range(len(groups))})
     for module, index in owner.items():
         steps = module.split(".")
-        outer = {owner.get(".".join(steps[:count])) for count in range(1, len(steps))}
-        for other in outer - {None, index}:
-            sorter.add(other, index)
+        for other in (owner.get(".".join(steps[:count])) for count in range(1, len(steps))):
+            if other is not None and other != index:
+                sorter.add(other, index)
     try:
         return list(sorter.static_order())
     except CycleError:

@@ -47,7 +47,7 @@ class MeasuredTask(Record):
 class MeasuredStep(Document):
     """Means over the middle half of some steps of one rank."""
 
-    HINT: ClassVar[str] = "save the step again with session.report().save(…)"
+    hint: ClassVar[str] = "save the step again with session.report().save(…)"
     schema: Literal["planner.timeline/1"] = TIMELINE_SCHEMA
     model: ModelReference
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]

@@ -44,7 +44,7 @@ class Record:
 class Document(Record):
     """Base of the records that are files of their own, which name their schema."""
 
-    HINT: ClassVar[str] = "correct it"
+    hint: ClassVar[str] = "correct it"
     """Advice about wrong values."""
 
     @classmethod
@@ -56,7 +56,7 @@ class Document(Record):
     def parse(cls, document: Any, where: str) -> Self:
         """Check a parsed document, which `where` names in messages. Raises InputError."""
         expected: str = vars(cls)["schema"]
-        return validate(cls, check_schema(document, expected, where), where, hint=cls.HINT)
+        return validate(cls, check_schema(document, expected, where), where, hint=cls.hint)
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types."""
