@@ -235,18 +235,21 @@ def validate(record_type: type[T], document: Any, where: str, *, hint: str = "co
 
 def problem_of(value: Any, path: str) -> str | None:
     """Return the first problem of a record, or of those inside of it; `path` is its place. None for a sound one."""
-    items: Iterable[tuple[Any, Any]] = ()
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, Record):
         if (problem := value.problem(path)) is not None:
             return problem
         items = vars(value).items()
-    elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, tuple):
-        items = enumerate(value)
-    nested = ((key, item) for key, item in items if isinstance(item, Record | dict | tuple))
-    return next((found for key, item in nested if (found := problem_of(item, path + json_step(key)))), None)
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, NESTED) and (problem := problem_of(item, path + json_step(key))) is not None:
+            return problem
+    return None
 
+
+NESTED = (Record, dict, tuple)
+"""Types of values that hold others."""
 
 Item = TypeVar("Item", int, str)
 
