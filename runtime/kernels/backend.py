@@ -1,4 +1,7 @@
-"""Backends that run the kernels of a device, and reasons why there is none."""
+"""Backends that run the kernels of a device, and reasons why there is none.
+
+The one for CUDA is imported when it is needed: it keeps what it compiles in files, by a module that needs pydantic.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Protocol
 import torch
 
 from runtime.errors import EnvironmentFailure
-from runtime.kernels.cuda import cuda_backend, working
 from runtime.kernels.source import Program
 
 
@@ -22,7 +24,7 @@ class Backend(Protocol):
         ...
 
     def launch(self, program: Program, kernel: str, grid: int, arguments: ctypes.Array[ctypes.c_uint64]) -> None:
-        """Queues a kernel of `grid` blocks on the current stream; `arguments` are the words of its struct."""
+        """Queue a kernel of `grid` blocks on the current stream; `arguments` are the words of its struct."""
         ...
 
 
@@ -38,6 +40,8 @@ def backend_for(device: torch.device) -> Backend | None:
         return None
     if device.type != "cuda":
         raise EnvironmentFailure(f"kernels: found the device {device}, expected cuda: use the torch reference there")
+    from runtime.kernels.cuda import cuda_backend
+
     return cuda_backend(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -47,12 +51,14 @@ def usable(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"there are none for {device.type}"
+    from runtime.kernels.cuda import working
+
     return working(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @contextmanager
 def installed(device_type: str, backend: Backend) -> Iterator[None]:
-    """Within it, kernels of a type of device run elsewhere: the source itself on the host, in tests."""
+    """Run kernels of a type of device elsewhere within it: the source itself on the host, in tests."""
     before = _installed.get(device_type)
     _installed[device_type] = backend
     try:
