@@ -49,27 +49,16 @@ def new(
     output: Output = "cluster.json",
 ) -> None:
     """Write the cluster that a description of its machines gives, from line rates."""
-    from planner.documents.machines import INTRA_LATENCY, describe_machines, describe_nccl
+    from planner.documents.machines import Machines, describe_machines
     from planner.report.files import check_writable
-    from runtime.errors import InputError
 
     check_writable(output)
-    if gpu is not None:
-        for option, value in (("--nic-latency", nic_latency), ("--intra-latency", intra_latency)):
-            if value is not None:
-                raise InputError(
-                    f"{option}: found {value} beside --gpu, whose cost model has latencies of its own; take one out"
-                )
-        cluster = describe_nccl(
-            nodes=nodes, gpus=gpus, gpu=gpu, nic=nic, nvlink=nvlink, intra=intra,
-            network=network, name=Path(output).stem,
-        )  # fmt: skip
-    else:
-        cluster = describe_machines(
-            nodes=nodes, gpus=gpus, nic=nic, nvlink=nvlink, intra=intra,
-            nic_latency=nic_latency, network=network, intra_latency=intra_latency or INTRA_LATENCY,
-            name=Path(output).stem,
-        )  # fmt: skip
+    cluster = describe_machines(
+        Machines(
+            nodes=nodes, gpus=gpus, nic=nic, nvlink=nvlink, intra=intra, nic_latency=nic_latency,
+            intra_latency=intra_latency, gpu=gpu, network=network, name=Path(output).stem,
+        )
+    )  # fmt: skip
     cluster.save(output)
     if Flags.as_json:
         print_json(cluster.to_document())

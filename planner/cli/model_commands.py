@@ -36,14 +36,15 @@ def new(
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the profile.")] = "model.json",
 ) -> None:
     """Write the estimated profile of a language model from a few numbers: Llama's architecture, bfloat16, AdamW."""
-    from planner.documents.shapes import new_decoder
+    from planner.documents.shapes import Decoder, new_decoder
     from planner.report.files import check_writable
 
     check_writable(output)
-    profile = new_decoder(
-        layers=layers, width=hidden, batch=batch, tokens=tokens, heads=heads, key_heads=key_heads,
-        hidden=feed_forward, vocabulary=vocabulary, tied=tied, share=share, name=Path(output).stem,
+    model = Decoder(
+        layers=layers, width=hidden, batch=batch, tokens=tokens, heads=heads or 0, key_heads=key_heads or 0,
+        hidden=feed_forward or 0, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
+    profile = new_decoder(model, share, Path(output).stem)
     profile.save(output)
     if Flags.as_json:
         print_json(profile.to_document())

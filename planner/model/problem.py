@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
-from planner.cost.low_rank import LowRankCost, Thin, low_rank_cost, thin_of
+from planner.cost.low_rank import LowRankCost, Thin, low_rank_lines, thin_of
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase, measured_flat, phase_of
 from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
@@ -225,7 +225,8 @@ class Problem:
     @memoised
     def low_rank_cost(self, rank: int) -> LowRankCost:
         """Return the costs of buckets whose matrices are sent as products of this rank."""
-        return low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
+        lines, _ = low_rank_lines(self.cost.cluster, rank)
+        return LowRankCost(lines=lines, all_reduce=self.cost.all_reduce)
 
     @memoised
     def thin(self, rank: int) -> Thin:

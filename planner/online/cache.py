@@ -14,23 +14,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from planner.documents.profile import Profile, parse_profile
+from planner.documents.profile import Profile
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Plan, parse_plan
+from runtime.plan import Accuracy, Plan
 from runtime.plan.files import replace_file
-from runtime.plan.strict_json import (
-    Count,
-    Name,
-    Ranks,
-    Record,
-    TimeUs,
-    check_schema,
-    dump,
-    read_json,
-    validate,
-)
+from runtime.plan.strict_json import Count, Document, Name, Ranks, Record, TimeUs, dump, read_json
 
 SCHEMA: Literal["planner.cache/1"] = "planner.cache/1"
 MOST_FILES, MOST_BYTES = 200, 64 * 1024 * 1024
@@ -85,42 +75,21 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Record):
+class Remembered(Document):
     """The contents of one file."""
 
+    hint: ClassVar[str] = HINT
     schema: Literal["planner.cache/1"] = SCHEMA
     key: Key
-    plan: dict[str, Any]
-    profile: dict[str, Any] | None = None
-    """What the plan was decided on."""
+    plan: Plan
+    profile: Profile | None = None
+    """Measurements that the plan was decided on."""
     step_us: TimeUs
-    """A step with the plan, on the slowest rank."""
+    """Time of a step with the plan, on the slowest rank."""
     story: tuple[str, ...] = ()
-    """How it came to the plan."""
+    """How the run came to the plan."""
     settled: bool = True
     """Whether the run has tried all that it would."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remembered:
-    """An entry whose documents have been read."""
-
-    key: Key
-    plan: Plan
-    profile: Profile | None
-    step_us: float
-    story: tuple[str, ...]
-    settled: bool = True
-
-    def to_document(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        profile = None if self.profile is None else self.profile.to_document()
-        entry = Entry(
-            key=self.key, plan=self.plan.to_document(), profile=profile, step_us=self.step_us, story=self.story,
-            settled=self.settled,
-        )  # fmt: skip
-        document: dict[str, Any] = dump(entry)
-        return document
 
 
 def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = False) -> Remembered:
@@ -129,7 +98,7 @@ def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = F
     Raises InputError: it is none of this schema, or of another model, torch, cluster or class; its plan or profile is
         wrong.
     """
-    entry = validate(Entry, check_schema(document, SCHEMA, where), where, hint=HINT)
+    entry = Remembered.parse(document, where)
     if any_ranks and entry.key.alike == key.alike:
         key = entry.key
     if entry.key != key:
@@ -137,13 +106,9 @@ def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = F
         raise InputError(
             f"{where}: $.key: found another {', '.join(differ)} than this run's, expected equal ones; {HINT}"
         )
-    plan = parse_plan(entry.plan, f"{where}: $.plan")
-    if plan.model.fingerprint != key.model or plan.world.ranks != key.ranks:
+    if entry.plan.model.fingerprint != key.model or entry.plan.world.ranks != key.ranks:
         raise InputError(f"{where}: $.plan: found a plan of another model or number of ranks than $.key says; {HINT}")
-    profile = None if entry.profile is None else parse_profile(entry.profile, f"{where}: $.profile")
-    return Remembered(
-        key=key, plan=plan, profile=profile, step_us=entry.step_us, story=entry.story, settled=entry.settled
-    )
+    return entry
 
 
 def _read(path: str | Path) -> Any:

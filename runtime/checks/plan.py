@@ -148,8 +148,8 @@ def check_plan(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -
             "the plan has groups of modules for FSDP2 and no buckets; expected buckets, which attach executes: call "
             "planner.fully_shard(model, plan) in its place"
         )
-    if plan.world.misfit is not None:
-        return f"the plan's world: {plan.world.misfit}"
+    if problem := plan.world.problem("the plan's world"):
+        return problem
     if plan.world.ranks != ranks:
         hint = f"make one with a cluster of {ranks} ranks (`planner optimize --cluster`)"
         launch = "; to start several ranks use torchrun and torch.distributed.init_process_group" if ranks == 1 else ""

@@ -116,7 +116,7 @@ def problem_with(
             f"(`planner optimize --parallel fsdp2 --ranks {ranks}`)"
         )
     return (
-        spec.problem(ranks, "the plan's fsdp2")
+        spec.problem_on(ranks, "the plan's fsdp2")
         or _mesh_problem(spec, ranks, mesh)
         or _policy_problem(spec, mp_policy)
         or _model_problem(model)

@@ -1,4 +1,4 @@
-"""What of a plan is executed: the part by which two plans train the same way or do not. Torch-free."""
+"""Executed part of a plan: the part by which two plans train the same way or do not. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ USUAL_OPTIONS = {
     "selector": "exact", "error_feedback": True, "rounding": "nearest", "links": "all", "block": 256,
 }  # fmt: skip
 """Options of compressors → the value that leaving them out stands for."""
-
-_EXECUTED_FSDP2 = (
-    "groups", "forward_prefetch", "backward_prefetch", "reshard_after_forward", "shard_ranks",
-    "reduce_scatter_max_input_buffers", "reduce_dtype",
-)  # fmt: skip
 
 
 def executed_part(plan: Plan) -> Plan:
@@ -72,7 +67,7 @@ def spelled_options(spec: CompressorSpec) -> str:
 
 
 def _executed_fsdp2(plan: FullyShardPlan) -> FullyShardPlan:
-    return FullyShardPlan(**{name: getattr(plan, name) for name in _EXECUTED_FSDP2})
+    return replace(plan, peak_bytes=None, memory_bytes=None, lost_without_buffers_us=None, frontier=None)
 
 
 def _executed_updates(plan: Plan) -> UpdatePlan | None:

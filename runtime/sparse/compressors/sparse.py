@@ -83,10 +83,10 @@ class SparseCompressor:
             self._states[gradient.device] = make_state(elements, k, gradient.device)
         state = self._states[gradient.device]
         if self._selector is select_exact:
-            ef_topk_(gradient, one, other, *out, state, swapped=swapped)
+            ef_topk_(gradient, (one, other), out, state, swapped=swapped)
         else:
             seed = seed_of(self.segments[0].name, step)
-            ms_topk_(gradient, one, other, *out, state, seed=seed, swapped=swapped)
+            ms_topk_(gradient, (one, other), out, state, seed=seed, swapped=swapped)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return (values, indices) of what is sent; indices are int32, ascending, in the whole buffer.

@@ -233,7 +233,8 @@ class WireCompressor:
         """
         layout, (residual, new_residual, swapped) = self._layout(rows.device, cut, gradient.dtype), kept
         if layout is not None:
-            wire_encode_(gradient, residual, new_residual, rows, layout, swapped=swapped)
+            kept = None if residual is None or new_residual is None else (residual, new_residual)
+            wire_encode_(gradient, kept, rows, layout, swapped=swapped)
             return
         coded, noise = _open(rows, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, gradient.numel(), rows.device):
@@ -258,7 +259,8 @@ class WireCompressor:
         """
         layout, (residual, new_residual, swapped) = self._layout(rows.device, cut), kept
         if layout is not None:
-            wire_combine_(rows, residual, new_residual, own, elements, layout, swapped=swapped)
+            kept = None if residual is None or new_residual is None else (residual, new_residual)
+            wire_combine_(rows, kept, own, elements, layout, swapped=swapped)
             return
         received, coded, noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, elements, rows.device):

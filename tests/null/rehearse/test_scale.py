@@ -8,7 +8,7 @@ import pytest
 
 from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.machines import describe_nccl
+from planner.documents.machines import Machines, describe_machines
 from planner.fsdp2.inputs import baselines_of
 from planner.fsdp2.program import Shape
 from planner.fsdp2.simulator import simulate
@@ -121,12 +121,12 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
 
 def test_described_machines_are_rehearsed_on_any_hosts() -> None:
     """No link is measured there: rates are those of the cards, and of what joins accelerators of a node."""
-    machines = describe_nccl(nodes=2, gpus=8, gpu="a40", nic="2x100gbit", intra="24gbyte", network="roce")
+    machines = describe_machines(Machines(nodes=2, gpus=8, gpu="a40", nic="2x100gbit", intra="24gbyte", network="roce"))
     for hosts, each in ((8, 1), (4, 2), (2, 8)):
         found = links_of(on_hosts(machines, hosts, each))
         assert found.inter_bits_per_s == pytest.approx(200e9)
         assert found.intra_bits_per_s == (None if each == 1 else pytest.approx(192e9))
-    alone = describe_nccl(nodes=1, gpus=8, gpu="a100")
+    alone = describe_machines(Machines(nodes=1, gpus=8, gpu="a100"))
     with pytest.raises(InputError, match=r'no link constants between nodes \("inter"\).*expected them$'):
         on_hosts(alone, 4, 2)
     measured = find_cluster("v100-4x4-10gbe")
