@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.documents.profile import Profile
 from planner.jobs.training import BuiltJob, RankRun, build, this_rank, weights_sha256
+from planner.profile.bench import Bench
 from planner.profile.progress import Progress
 from planner.profile.request import LOGGER
 from planner.profile.step import TIMEOUT_S, joined
@@ -44,9 +45,8 @@ def measure_updaters(
             lambda: built.loss(built.model, batch),
             trainable_parameters(built.model),
             profile.compute,
-            world,
+            Bench(world, built.device, progress),
             most,
-            progress,
         )
     samples = samples_of(batch) or None
     return replace(profile, local_async=section, world=replace(profile.world, batch_per_rank=samples))

@@ -9,7 +9,9 @@ from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Profile
 from planner.jobs.local_training import measure_updaters, train_rank_locally
 from planner.jobs.training import KEPT_BATCHES, BuiltJob, RankRun, Trainer, build, error_context, this_rank
-from planner.profile.links import measure_links
+from planner.profile.bench import Bench
+from planner.profile.compute import Step, Training
+from planner.profile.links import Limits, measure_links
 from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
 from planner.profile.progress import Progress
@@ -49,10 +51,8 @@ def profile_rank(
 
     progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
     with error_context(spec), heard():
-        found = measure(
-            built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
-            timeout_s=timeout_s,
-        )  # fmt: skip
+        training = Training(built.model, step, built.optimizer)
+        found = measure(training, request or Request(), name=name, progress=progress, timeout_s=timeout_s)
         if built.job.dataset is not None and found.loading is None:
             if this_rank() == 0:
                 LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
@@ -66,11 +66,8 @@ def profile_rank(
         return found
 
 
-def _with_units(
-    built: BuiltJob, step: Callable[[Callable[[], None]], None], found: Profile, progress: Progress,
-    timeout_s: float | None,
-) -> Profile:  # fmt: skip
-    """Return the profile with what FSDP2 could gather together, and with its messages; every rank gets the same.
+def _with_units(built: BuiltJob, step: Step, found: Profile, progress: Progress, timeout_s: float | None) -> Profile:
+    """Return the profile with the modules that FSDP2 could gather together, and its messages, the same on all ranks.
 
     The plain model has to fit on one rank.
     """
@@ -86,13 +83,14 @@ def _with_units(
         if this_rank() == 0:
             LOGGER.info("profile: modules that FSDP2 could gather together, and its messages: some seconds")
         with preserved(built.model):
-            units = measure_units(built.model, from_zero, None, world, update_us=compute.update_us)
+            units = replace(measure_units(built.model, from_zero, world), update_us=compute.update_us)
         state_bytes = None if compute.optimizer is None else compute.optimizer.state_bytes
         if state_bytes is not None and compute.size_bytes:
             units = replace(units, state_factor=round(state_bytes / compute.size_bytes, 3))
         if cluster is not None and world.ranks > 1:
             names = (LIBRARY_GATHER, LIBRARY_SCATTER)
-            times = measure_links(world, built.device, compute.size_bytes, progress, names, LIBRARY_S)
+            bench = Bench(world, built.device, progress)
+            times = measure_links(bench, compute.size_bytes, names, Limits(LIBRARY_S))
             cluster = replace(
                 cluster, samples={**(cluster.samples or {}), **times.samples},
                 notes=(*(cluster.notes or ()), *times.cut) or None,

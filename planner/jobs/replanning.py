@@ -36,10 +36,10 @@ from planner.documents.profile import (
     Sample,
     load_profile,
 )
+from planner.profile.bench import Bench, fit
 from planner.profile.compute import RankTimes, combine, matrix_of, rank_times
-from planner.profile.links import fit, measure_queued
-from planner.profile.progress import Progress
-from planner.profile.step import refuse_alike
+from planner.profile.links import Limits, measure_queued
+from planner.profile.step import decided_by_first, refuse_alike
 from runtime.checks.plan import dtype_name
 from runtime.errors import InputError
 from runtime.monitor.drift import bucket_times, complete, measured_times, predicted_times
@@ -55,8 +55,8 @@ MIN_STEPS, LAST_STEPS = 5, 20
 LARGEST_BYTES = 16 * 1024 * 1024
 """Largest message that is timed; beyond it the curve continues as a line."""
 
-BUDGET_S, LONGEST_S = 1.0, 4.0
-"""What timing the links may take, once they have been timed often enough, and in any case."""
+LIMITS = Limits(longest_s=4.0, budget_s=1.0)
+"""Bounds of timing the links."""
 
 STRAGGLER_SHARE, MOST_STEPS = 0.05, 2 / 3
 """A rank is a straggler when the others wait for it longer than this share of a step, in this share of the steps."""
@@ -131,12 +131,11 @@ def replan(
             f"planner.replan: ranks have done different numbers of steps ({', '.join(map(str, steps[:8]))}); expected "
             f"one: call it between the same two steps on every rank"
         )
-    device = next(iter(session.parameters.values())).device
     size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session.parameters.values()))
     with session.world.error_context("timing the all-reduce"):
-        curves = measure_queued("all_reduce", session.world, device, size_bytes, Progress(), LONGEST_S, BUDGET_S)
-    decided: tuple[Plan | None, str | None] = (None, None)
-    if session.world.rank == 0:
+        curves = measure_queued(Bench(session.world, session.device), "all_reduce", size_bytes, LIMITS)
+
+    def decide() -> Plan:
         try:
             measured = profile_of_run(session, old, [one.times for one in everyone if one.times is not None], curves)
             # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
@@ -144,13 +143,12 @@ def replan(
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
             allowed = plan_of_run.interfaces if allow is None else allow
             found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
-            decided = replace(found, notes=(*found.notes, *_findings(session, everyone))), None
+            return replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
-            decided = None, str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    decided = session.world.gather(decided, "waiting for rank 0's plan")[0]
-    plan, problem = decided
-    if plan is None:
-        raise InputError(f"planner.replan: {problem}")
+            problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            raise InputError(f"planner.replan: {problem}") from error
+
+    plan = decided_by_first(session.world, decide, "waiting for rank 0's plan")
     if switch:
         session.switch(plan, at_step)
     return plan

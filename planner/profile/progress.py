@@ -1,4 +1,4 @@
-"""Progress on standard error: bars on a terminal, a line now and then into a pipe or a file."""
+"""Progress on standard error: bars on a terminal, occasional lines into a pipe or a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EVERY_S = 15.0
-"""Between two lines: short commands have none, and logs of long ones stay short."""
+"""Least seconds between two lines: short commands have none, and logs of long ones stay short."""
 
 
 @dataclass
 class Progress:
-    """One bar per loop, gone when it is over; lines where standard error is no terminal. None unless asked for."""
+    """Shows one bar per loop, gone when it is over, or lines if standard error is no terminal; nothing by default."""
 
     show: bool = False
     _said_s: float = field(default_factory=lambda: time.monotonic())
@@ -33,7 +33,7 @@ class Progress:
         return track(items, description=f"{what:<26}", console=Console(stderr=True), transient=True)
 
     def say(self, text: str) -> None:
-        """Write a line for those who see no bar, unless there was one just now: for parts of what a bar counts."""
+        """Write a line if there are no bars, unless there was one just now; for parts of what a bar counts."""
         if self.show and time.monotonic() - self._said_s >= EVERY_S and not sys.stderr.isatty():
             self._said_s = time.monotonic()
             print(f"planner: {text}", file=sys.stderr, flush=True)

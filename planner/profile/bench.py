@@ -1,0 +1,101 @@
+"""Timing on all ranks at once, and lines through what was timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy import stats
+
+from planner.documents.profile import Line, Sample
+from planner.profile.progress import Progress
+from runtime.comm.world import World
+
+Run = Callable[[], object]
+"""One piece of work, until its result is there."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The ranks that measure at once, the device of this one, and how progress is shown."""
+
+    world: World
+    device: torch.device
+    progress: Progress = field(default_factory=Progress)
+
+    def meet(self) -> None:
+        """Wait for all ranks, so that they continue as nearly at once as a barrier allows."""
+        if self.world.group is not None:
+            dist.barrier(group=self.world.group)
+
+    def timed_us(self, run: Run) -> float:
+        """Return the microseconds of one run on this rank, until the device has completed it."""
+        return timed_us(run, self.device)
+
+    def times_us(self, runs: Sequence[Run], repeats: int, what: str, warm_up: int = 0) -> NDArray[np.float64]:
+        """Time some runs several times in turn; all ranks begin each of them together.
+
+        Args:
+            runs: timed one after the other in each repeat.
+            repeats: the repeats that count.
+            what: names the runs in errors and progress.
+            warm_up: repeats before those.
+
+        Returns:
+            Microseconds, the same on all ranks. Shape (ranks, repeats, runs).
+        """
+        mine: list[list[float]] = []
+        for _ in self.progress.track(range(warm_up + repeats), what):
+            mine.append([])
+            for run in runs:
+                with self.world.error_context(f"beginning to time {what}"):
+                    self.meet()
+                mine[-1].append(self.timed_us(run))
+        return np.array(self.world.gather(mine[warm_up:], f"comparing times of {what}"))
+
+
+def timed_us(run: Run, device: torch.device) -> float:
+    """Return the microseconds of one run, until the device has completed it."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e6
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until the device has completed its work, before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_of_slowest(times_us: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the median over repeats of the slowest rank's time. Shape (ranks, repeats, …) → (…)."""
+    return np.median(np.max(times_us, axis=0), axis=0)
+
+
+def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:
+    """Return the sizes below the model's, and that size, or the largest of them if it is less."""
+    return sorted({*(size for size in sizes if size < model_bytes), min(max(model_bytes, 4), sizes[-1])})
+
+
+def fit(curve: Sequence[Sample]) -> Line:
+    """Fit α and β by Theil-Sen (the median of all slopes, then of all intercepts), with the quality of the fit."""
+    size, time_us = np.array(curve, dtype=np.float64).T
+    if len(curve) < 2:
+        return Line(alpha_us=float(time_us[0]), beta_us_per_byte=0.0)
+    beta = max(0.0, float(stats.theilslopes(time_us, size).slope))
+    alpha = max(0.0, float(np.median(time_us - beta * size)))
+    residual = time_us - (alpha + beta * size)
+    variance = float(((time_us - time_us.mean()) ** 2).sum())
+    return Line(
+        alpha_us=round(alpha, 3),
+        beta_us_per_byte=float(f"{beta:.6g}"),
+        r_squared=round(1.0 - float((residual**2).sum()) / variance, 6) if variance > 0.0 else None,
+        mean_error=round(float(np.mean(np.abs(residual) / time_us)), 6),
+    )
