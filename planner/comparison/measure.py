@@ -81,7 +81,7 @@ class Record(Generic[V]):
     losses: list[list[float | None]] = field(default_factory=list)
     """Losses of all steps, by round; None if the step does not return it."""
     deviations: list[Deviation] = field(default_factory=list)
-    """By round, distance of its first step from DDP's: for exact variants, without the round that DDP's is of."""
+    """Distances of its first steps from DDP's, by round; for exact variants, without the round that DDP's is of."""
     alone_us: float | None = None
     """Time of all its messages without a backward."""
     failure: str | None = None

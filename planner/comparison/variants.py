@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def together(self) -> bool:
-        """Whether ranks wait for each other in each step."""
+        """Return whether ranks wait for each other in each step."""
         return True
 
 
@@ -60,7 +60,7 @@ class BucketVariant(Variant):
 
     @property
     def predicted(self) -> Prediction | None:
-        """The prediction of its plan."""
+        """Return the prediction of its plan."""
         return None if self.plan is None else self.plan.predicted
 
     @property
@@ -70,17 +70,17 @@ class BucketVariant(Variant):
 
     @property
     def together(self) -> bool:
-        """Whether ranks wait for each other in each step."""
+        """Return whether ranks wait for each other in each step."""
         return self.kind != "no_communication"
 
     @property
     def plain_ddp(self) -> bool:
-        """Whether it is DDP without a hook, with whatever buckets."""
+        """Return whether it is DDP without a hook, with any buckets."""
         return self.kind == "ddp" and self.hook is None
 
     @property
     def delay(self) -> int:
-        """k of its plan, 0 without a delay."""
+        """Return k of its plan, 0 without a delay."""
         return 0 if self.plan is None or self.plan.delay is None else self.plan.delay.steps
 
     @property

@@ -32,7 +32,7 @@ class Wrapping(Variant):
 
     @property
     def spec(self) -> FullyShardPlan:
-        """Its groups and their prefetches."""
+        """Return its groups and their prefetches."""
         assert self.plan.fsdp2 is not None
         return self.plan.fsdp2
 

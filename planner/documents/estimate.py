@@ -136,7 +136,7 @@ def scale_profile(profile: Profile, step: float, update: float) -> Profile:
         profile,
         compute=scale_compute(profile.compute, step, update),
         layers=layers,
-        units=profile.units and _scale_units(profile.units, step, update),
+        units=profile.units and scale_units(profile.units, step, update),
         local_async=profile.local_async and _scale_updaters(profile.local_async, step, update),
     )
 
@@ -162,7 +162,8 @@ def scale_compute(compute: ComputeProfile, step: float, update: float) -> Comput
     )
 
 
-def _scale_units(units: Units, step: float, update: float) -> Units:
+def scale_units(units: Units, step: float, update: float) -> Units:
+    """Return forward and backward of units times `step`, their update times `update`."""
     return replace(
         units,
         units=tuple(

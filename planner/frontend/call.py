@@ -1,4 +1,4 @@
-"""How a training step calls its model, and the model bound to that call: tensors in, tensors out."""
+"""The call of the model in a training step, and the model bound to that call: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 @dataclass(frozen=True)
 class Call:
-    """How the step calls the model."""
+    """The arguments and context of a step's call of its model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What every rank does for `planner profile` and `planner run`: build the job, measure it or train it."""
+"""A rank of `planner profile` and `planner run`: it builds the job, and measures it or trains it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,18 @@ def profile_rank(
     updaters: int = 0,
     request: Request | None = None,
 ) -> Profile:
-    """Profile a job by its name on this rank, with up to so many local updaters; every rank gets the same profile.
+    """Profile a job on this rank; every rank gets the same profile.
 
-    `timeout_s` is that of `profile_step`. Raises InputError where modules are asked for, and none computes once in
-    a step.
+    Args:
+        spec: the job's name.
+        device: `cpu` or `cuda`.
+        show_progress: whether the first rank shows bars.
+        timeout_s: deadline of every wait, as of `profile_step`.
+        updaters: largest number of local updaters that is measured.
+        request: what is measured; default: exact plans.
+
+    Raises:
+        InputError: the job is wrong, or modules are asked for, and none computes once in a step.
     """
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
@@ -102,7 +110,7 @@ def _with_units(built: BuiltJob, step: Step, found: Profile, progress: Progress,
 def train_rank(
     spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
 ) -> RankRun:
-    """Train a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    """Train a job for some steps on this rank; plain DDP without a plan. `timeout_s` is that of `Trainer`."""
     if plan is not None and plan.local_async is not None:
         return train_rank_locally(spec, plan, steps, device, timeout_s)
     built = build(spec, device)

@@ -71,18 +71,18 @@ class Training:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters by canonical name."""
+        """Return the trained parameters by canonical name."""
         return trainable_parameters(self.model)
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """Return the device of the parameters."""
         return next(iter(self.parameters.values())).device
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured in every repeat, from the start of forward but for the update."""
+    """Times of every repeat on one rank, in microseconds, from the start of forward but for the update."""
 
     forward_us: list[float]
     update_us: list[float]

@@ -1,4 +1,4 @@
-"""What delayed synchronization (SSD-SGD) asks of a rank itself: packing pushes, local updates, taking what is pulled.
+"""A rank's own work under delayed synchronization (SSD-SGD): packing pushes, local updates, taking pulled weights.
 
 Timed on all ranks at once, with what the runtime does, as lines over bytes.
 """

@@ -44,13 +44,13 @@ from runtime.plan.transports import FLAT, LIBRARY, NATIVE, TWO_SHOT
 from runtime.torch_compat import all_gather_single, reduce_scatter_single
 
 QUEUE_US, QUEUED_CALLS = 20_000.0, (12, 32)
-"""How long a queue of calls is meant to take, and how many they are. Now and then a small message waits some
-milliseconds for a core, so that a typical one says little about how long many take."""
+"""Intended time of a queue of calls, and bounds of their number. Now and then a small message waits some milliseconds
+for a core, so that a typical one says little about the time of many."""
 QUEUED_US = 20_000.0
 """Messages that take longer alone are not timed in a queue: they take longer by as much as the largest one timed."""
 MIN_PASSES, MAX_PASSES = 3, 25
 MEETINGS = 8.0
-"""How many times longer than a meeting of all ranks a message is whose end on the last rank is measured by one."""
+"""Ratio to a meeting of all ranks from which the end of a message on the last rank is measured by one."""
 SMALLEST_BYTES = 1024
 
 Parts = tuple[list[list[int]], list[list[int]]]
@@ -83,7 +83,7 @@ class LinkTimes:
 
     @property
     def lines(self) -> dict[str, Line]:
-        """The line through each curve."""
+        """Return the line through each curve."""
         return {name: fit(curve) for name, curve in self.samples.items()}
 
 

@@ -12,7 +12,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from runtime.comm.world import World
 from runtime.datacache import CachedDataset
@@ -20,8 +19,8 @@ from runtime.datacache.memory import available_bytes, overhead_bytes
 from runtime.datacache.node import node_name
 from runtime.datacache.samples import pack
 from runtime.errors import InputError
+from runtime.local_async.job import samples_of
 from runtime.plan.predicted import Loading
-from runtime.torch_compat import tree_leaves
 
 TIMED = 64
 """Number of samples that are timed on each rank."""
@@ -32,13 +31,13 @@ FEWEST = 4
 
 def batch_samples(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor. Raises InputError if no tensor has one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
-            return leaf.shape[0]
-    raise InputError(
-        "batch(0, rank): found no tensor with a first dimension, expected samples; say how many there are: "
-        "TrainingJob(batch_samples=…)"
-    )
+    samples = samples_of(batch)
+    if not samples:
+        raise InputError(
+            "batch(0, rank): found no tensor with a first dimension, expected samples; say how many there are: "
+            "TrainingJob(batch_samples=…)"
+        )
+    return samples
 
 
 def measure_loading(dataset: Any, batch: int, world: World) -> Loading:

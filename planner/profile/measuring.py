@@ -66,7 +66,7 @@ class Measuring:
         self._beside: dict[str, tuple[SizeFactors, ...]] = {}
         """Factors of contention by kind of message."""
         self._computed: dict[str, Any] = {}
-        """What riskier plans compute, by the cluster's field."""
+        """Costs of what riskier plans compute, by the cluster's field."""
         self._notes: list[str] = []
         mine = Wanted.of(
             request.accuracy,

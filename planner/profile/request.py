@@ -52,7 +52,7 @@ CONTENTION_S = {1: 20.0, 2: 30.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a profile is to hold; see `planner.profile_step`."""
+    """The content that a profile is to have; see `planner.profile_step`."""
 
     accuracy: Accuracy = "exact"
     add_to: Profile | None = None
@@ -110,7 +110,7 @@ def curves(flat: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a profile measures; each rank has rank 0's."""
+    """The measurements of a profile; each rank has rank 0's."""
 
     step: bool = True
     """The step itself and its layers."""
@@ -166,7 +166,7 @@ class Wanted:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases in their order."""
+        """Return the phases in their order."""
         flat, apart = curves(self.flat), len(self.inside) + len(self.between)
         phases = [
             (self.step, REPEATS, 15.0),

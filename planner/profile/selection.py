@@ -51,14 +51,14 @@ which costs a small bucket five times as much as one that is selected from again
 
 
 ENCODINGS = {dtype: {1.0: CompressorSpec(name="wire", dtype=dtype)} for dtype in WIRE_DTYPES}
-"""What is timed by dtype on the wire, as `SELECTIONS`: all elements are sent."""
+"""Compressors that are timed by dtype on the wire, as `SELECTIONS`: all elements are sent."""
 PRODUCTS = {str(rank): {1.0: CompressorSpec(name="powersgd", rank=rank)} for rank in (1, 4)}
-"""What is timed by rank: one square matrix, which takes what a bucket of many takes, but for some microseconds each."""
+"""Compressors that are timed by rank: of one square matrix, which costs as much as many but for some microseconds."""
 SELECTIONS = {
     selector: {density: CompressorSpec(name="topk", selector=selector, density=density) for density in densities}
     for selector, densities in ((one, MORE.get(one, DENSITIES)) for one in SELECTORS)
 }
-"""What is timed by selector and density."""
+"""Compressors that are timed by selector and density."""
 
 
 def measure_selection(

@@ -1,4 +1,4 @@
-"""What local updaters are planned from: the parts of backward by layer, and the throughput of concurrent updaters.
+"""Measurements for local updaters: the parts of backward by layer, and the throughput of concurrent updaters.
 
 Backward is taken apart by leaving parts of it out. A partial backward for one layer alone brings gradients of inputs
 down to it, and forms that layer's gradients of weights; one for all layers down to it forms the others' too. The

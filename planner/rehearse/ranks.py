@@ -53,7 +53,7 @@ OWN_STEPS = 5
 """Number of steps without communication, before anything is predicted."""
 MOST_ROUNDS = 40
 SWEEP = Sweep(rounds=1, finalists=2, final_rounds=2, steps=2)
-"""How DDP's bucket size is chosen: dilated steps differ by little."""
+"""Measurements by which DDP's bucket size is chosen: few, since dilated steps differ by little."""
 SWEEP_SHARE = 0.3
 """Share of the time left that looking for DDP's best bucket size may take."""
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from typing import Literal
 
 from planner.cost import nccl
 from planner.cost.model import communication_cost
+from planner.documents.estimate import scale_compute, scale_units
 from planner.documents.profile import DTYPE_BYTES, Cluster, ComputeProfile, Gradient, Link, Profile
 from planner.documents.units import Units
 from runtime.errors import InputError
@@ -46,41 +47,25 @@ class Scale:
 
     def profile(self, profile: Profile) -> Profile:
         """Return the profile as it is on the scaled cluster, without a cluster."""
-        compute = profile.compute
-        gradients = tuple(
-            replace(each, numel=self.numel(each.numel), backward_us=each.backward_us * self.dilate, spread_us=None)
-            for each in compute.gradients
-        )
-        norms = compute.norms and replace(
-            compute.norms,
-            layers=tuple(replace(each, norm_us=each.norm_us * self.dilate) for each in compute.norms.layers),
-        )
-        scaled = replace(
-            compute, forward_us=compute.forward_us * self.dilate, update_us=compute.update_us * self.dilate,
-            gradients=gradients, norms=norms, step_spread_us=None, intervals=None,
-        )  # fmt: skip
-        return replace(profile, compute=scaled, cluster=None)
+        compute = scale_compute(profile.compute, self.dilate, self.dilate)
+        gradients = tuple(replace(each, numel=self.numel(each.numel), spread_us=None) for each in compute.gradients)
+        compute = replace(compute, gradients=gradients, step_spread_us=None, intervals=None)
+        return replace(profile, compute=compute, cluster=None)
 
     def units(self, units: Units) -> Units:
         """Return a model's units as they are on the scaled cluster."""
 
-        def fewer(size_bytes: int) -> int:
-            return round(size_bytes / self.shrink)
-
+        sizes = ("activation_bytes", "forward_working_bytes", "backward_working_bytes", "carried_bytes")
+        units = scale_units(units, self.dilate, self.dilate)
         return replace(
             units,
             units=tuple(
-                replace(
-                    unit, forward_us=unit.forward_us * self.dilate, backward_us=unit.backward_us * self.dilate,
-                    activation_bytes=fewer(unit.activation_bytes),
-                    forward_working_bytes=fewer(unit.forward_working_bytes),
-                    backward_working_bytes=fewer(unit.backward_working_bytes), carried_bytes=fewer(unit.carried_bytes),
-                )
+                replace(unit, **{name: round(getattr(unit, name) / self.shrink) for name in sizes})
                 for unit in units.units
             ),
             weights=tuple(replace(weight, shape=(self.numel(weight.numel),)) for weight in units.weights),
-            update_us=units.update_us * self.dilate, loss_working_bytes=fewer(units.loss_working_bytes),
-        )  # fmt: skip
+            loss_working_bytes=round(units.loss_working_bytes / self.shrink),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

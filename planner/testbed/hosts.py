@@ -1,7 +1,6 @@
-"""What is emulated, from text such as `4x1@1gbit`, and where local ranks run: here, or on emulated hosts. Torch-free.
+"""Emulated clusters, from text such as `4x1@1gbit`, and the places of local ranks, here or on their hosts. Torch-free.
 
-The ranks of an emulated host find it in their environment, and with them everything that measures: what was measured on
-an emulated cluster says so.
+The ranks of an emulated host find it in their environment, so that measurements on an emulated cluster are marked.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from runtime.errors import InputError
 MAX_RANKS = 256
 """More processes than any one machine trains with."""
 SLOWEST_BITS_PER_S, FASTEST_BITS_PER_S = 100e3, 100e9
-"""Less takes minutes for a message; more is no limit to what one machine can move."""
+"""Bounds of a rate: at a lower one a message takes minutes; a higher one is no limit for one machine."""
 
 VARIABLE = "PLANNER_EMULATED"
-"""Tells a process on an emulated host which cluster that is of, by `Emulation.spec`."""
+"""Environment variable with the `Emulation.spec` of the cluster of an emulated host."""
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SPEC = re.compile(
@@ -34,13 +33,13 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Hosts, ranks on each, and what each host can send."""
+    """An emulated cluster: hosts, ranks on each, and the rate at which each host can send."""
 
     hosts: int
     ranks_per_host: int
     bits_per_s: float
     spec: str
-    """As it was written."""
+    """The text that describes it."""
     kind: Emulated = "namespaces"
     """Real traffic through shaped links between network namespaces."""
 
@@ -49,7 +48,7 @@ class Emulation:
         return self.hosts * self.ranks_per_host
 
     def __str__(self) -> str:
-        """In words, for people who read results."""
+        """Describe it in results."""
         return describe(self.spec)
 
 
@@ -61,7 +60,8 @@ def describe(spec: str | None) -> str:
 def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
     """Return, for `4x1@1gbit`, 4 hosts of one rank, each with 1 Gbit/s.
 
-    Raises InputError: anything else, or more than one machine can stand; `option` names the place.
+    Raises:
+        InputError: the text is another one, or more than one machine can carry; `option` names the place.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None:
@@ -92,7 +92,7 @@ def emulation_here() -> Emulation | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one rank is; goes to the rank's process, which enters it before it forms the process group."""
+    """The place of one rank; its process gets it, and enters it before it forms the process group."""
 
     host: int = 0
     local_rank: int
@@ -101,7 +101,7 @@ class Place:
     namespace: Namespace | None = None
 
     def enter(self) -> None:
-        """Move this process to its host, and write into its environment what programs there look for."""
+        """Move this process to its host, and set the environment variables that programs there read."""
         names = {"LOCAL_RANK": self.local_rank, "GROUP_RANK": self.host, "LOCAL_WORLD_SIZE": self.local_ranks}
         os.environ.update({name: str(value) for name, value in names.items()})
         if self.emulation is not None:
@@ -147,7 +147,7 @@ class EmulatedHosts:
         )
 
     def close(self) -> None:
-        """Let go of the namespaces, which vanish with their last process."""
+        """Close the namespaces, which vanish with their last process."""
         for namespace in (self.switch, *self.namespaces):
             namespace.close()
 
@@ -164,7 +164,7 @@ def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
 
 
 def check_namespaces() -> None:
-    """Raise NoNamespaces, with the cure, where this machine cannot emulate a cluster by them; takes a moment."""
+    """Raise NoNamespaces, with a hint, if this machine cannot emulate a cluster by them; takes a moment."""
     try:
         check_tools()
         Namespace.make().close()
@@ -174,7 +174,7 @@ def check_namespaces() -> None:
 
 @contextmanager
 def places_for(ranks: int, emulation: Emulation | None) -> Iterator[Callable[[int], Place]]:
-    """Yield what gives the place of each of so many local ranks."""
+    """Yield a function that returns the place of each of `ranks` local ranks."""
     if emulation is None:
         yield lambda rank: Place(local_rank=rank, local_ranks=ranks)
         return
