@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def heading(self) -> str:
-        """The number of ranks, steps and rounds, in words."""
+        """Return the number of ranks, steps and rounds, in words."""
         return self.rows[0].HEADING.format(steps=self.steps, ranks=self.ranks, rounds=self.rounds)
 
     def to_document(self) -> list[dict[str, Any]]:

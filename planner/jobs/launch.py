@@ -122,14 +122,14 @@ class _Rank:
     process: SpawnProcess
     file: _ResultFile
     result: _Result | _Failure | None = None
-    """Its result or error; known when all ranks have ended."""
+    """The rank's result or error; known when all ranks have ended."""
     stopped_since: float | None = None
     ended_because: str = ""
     """Reason why this parent ended it; empty if it did not."""
 
     @property
     def fate(self) -> str:
-        """The end of a rank without a result, in words."""
+        """Describe the end of a rank without a result."""
         code = self.process.exitcode
         if self.ended_because:
             return f"rank {self.number} {self.ended_because}"

@@ -250,6 +250,18 @@ def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -
     )
 
 
+def busy_times_us(marks: Sequence[StepMarks], clock: Clock) -> list[list[tuple[float, float]]]:
+    """Return begin and end of each message on the link, by step, in microseconds from the start of forward."""
+    return [
+        [
+            (clock.between_us(mark.forward, sent.start), clock.between_us(mark.forward, sent.end))
+            for sent in mark.sent
+            if sent.start is not None and sent.end is not None
+        ]
+        for mark in marks
+    ]
+
+
 def step_times_us(ranks: Sequence[RankTimes]) -> NDArray[np.float64]:
     """Return forward, backward and update of each repeat on the rank that took longest. Shape (repeats,)."""
     updates = min(len(rank.update_us) for rank in ranks)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from planner.documents.profile import Emulated
 from planner.testbed.namespaces import Namespace, NoNamespaces
@@ -112,64 +113,45 @@ class Place:
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-@dataclass(frozen=True)
-class EmulatedHosts:
-    """Hosts of a few ranks each, in network namespaces behind a switch in one of its own."""
+@contextmanager
+def emulated_hosts(emulation: Emulation) -> Iterator[Callable[[int], Place]]:
+    """Wire the hosts of an emulated cluster for as long as the block runs; they vanish with their last process.
 
-    emulation: Emulation
-    switch: Namespace
-    namespaces: tuple[Namespace, ...]
+    Yields:
+        A function that returns the place of each rank; the ranks of a host follow one another.
 
-    @classmethod
-    def make(cls, emulation: Emulation) -> EmulatedHosts:
-        """Wire and shape new namespaces. Raises NoNamespaces or EnvironmentFailure, and leaves nothing then."""
-        made: list[Namespace] = []
-        try:
-            for _ in range(emulation.hosts + 1):
-                made.append(Namespace.make())
-            wire(made[0], made[1:], emulation.bits_per_s)
-        except BaseException:
-            for namespace in made:
-                namespace.close()
-            raise
-        return cls(emulation, made[0], tuple(made[1:]))
+    Raises:
+        NoNamespaces: this machine cannot emulate a cluster.
+        EnvironmentFailure: a host did not come up within the deadline.
+    """
+    with ExitStack() as stack:
+        with _naming_option():
+            # A switch in a namespace of its own, and the hosts.
+            switch, *hosts = [stack.enter_context(closing(Namespace.make())) for _ in range(emulation.hosts + 1)]
+            wire(switch, hosts, emulation.bits_per_s)
+        yield partial(place_on, emulation, hosts)
 
-    def place(self, rank: int) -> Place:
-        """Return where a rank runs; the ranks of a host follow one another."""
-        ranks = self.emulation.ranks_per_host
-        host, local_rank = divmod(rank, ranks)
-        return Place(
-            host=host,
-            local_rank=local_rank,
-            local_ranks=ranks,
-            emulation=self.emulation,
-            namespace=self.namespaces[host],
-        )
 
-    def close(self) -> None:
-        """Close the namespaces, which vanish with their last process."""
-        for namespace in (self.switch, *self.namespaces):
-            namespace.close()
+def place_on(emulation: Emulation, hosts: Sequence[Namespace], rank: int) -> Place:
+    """Return the place of a rank on emulated hosts."""
+    ranks = emulation.ranks_per_host
+    host, local_rank = divmod(rank, ranks)
+    return Place(host=host, local_rank=local_rank, local_ranks=ranks, emulation=emulation, namespace=hosts[host])
 
 
 @contextmanager
-def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
-    """Make the hosts of an emulated cluster for as long as the block runs. Raises as `EmulatedHosts.make` does."""
+def _naming_option() -> Iterator[None]:
     try:
-        hosts = EmulatedHosts.make(emulation)
+        yield
     except NoNamespaces as error:
         raise NoNamespaces(f"--emulate: {error}") from error
-    with closing(hosts):
-        yield hosts
 
 
 def check_namespaces() -> None:
     """Raise NoNamespaces, with a hint, if this machine cannot emulate a cluster by them; takes a moment."""
-    try:
+    with _naming_option():
         check_tools()
         Namespace.make().close()
-    except NoNamespaces as error:
-        raise NoNamespaces(f"--emulate: {error}") from error
 
 
 @contextmanager
@@ -178,5 +160,5 @@ def places_for(ranks: int, emulation: Emulation | None) -> Iterator[Callable[[in
     if emulation is None:
         yield lambda rank: Place(local_rank=rank, local_ranks=ranks)
         return
-    with emulated_hosts(emulation) as hosts:
-        yield hosts.place
+    with emulated_hosts(emulation) as place:
+        yield place
