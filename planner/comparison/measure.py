@@ -23,8 +23,7 @@ from planner.comparison.same import Deviation, FirstStep
 from planner.comparison.trained import Trained, TrainedJob
 from planner.comparison.variants import DDP, PLAN, BucketVariant, Lineup, Rounds, Variant, distinct_caps
 from planner.jobs.training import SEED, attribute_user_errors, build
-from planner.profile.bench import Bench, median_of_slowest, synchronize
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench, Progress, median_of_slowest, synchronize
 from planner.profile.step import joined
 from planner.strategies.baselines import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 from runtime.checks.plan import trainable_parameters

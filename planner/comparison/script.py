@@ -24,8 +24,7 @@ from planner.documents.text import as_names
 from planner.jobs.job import find_job
 from planner.jobs.training import attribute_user_errors
 from planner.model.problem import make_problem
-from planner.profile.bench import Bench
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench, Progress
 from planner.profile.step import joined
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan

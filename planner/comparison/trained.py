@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,13 +94,13 @@ class TrainedScript(Trained):
             InputError: the function calls another model than it is given.
         """
         called: list[bool] = []
-        watch = forward.register_forward_pre_hook(lambda *_: called.append(True))
-        try:
-            with attribute_user_errors(self.name):
-                loss = self._step(forward)
-        finally:
-            watch.remove()
-        if isinstance(forward, DistributedDataParallel) and not called:
+        watched = number == 0 and isinstance(forward, DistributedDataParallel)
+        with ExitStack() as stack:
+            if watched:
+                stack.callback(forward.register_forward_pre_hook(lambda *_: called.append(True)).remove)
+            stack.enter_context(attribute_user_errors(self.name))
+            loss = self._step(forward)
+        if watched and not called:
             raise InputError(
                 f"{self.name}: found no call of the model that it is given, expected one: with DDP that is "
                 f"DistributedDataParallel(model); call it in place of the script's own"

@@ -12,8 +12,7 @@ from planner.comparison.measure import Measured, Record, Runner
 from planner.comparison.variants import Rounds
 from planner.comparison.wrappings import Wrapping
 from planner.jobs.training import KEPT_BATCHES, SEED, BuiltJob, build
-from planner.profile.bench import Bench
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench, Progress
 from planner.profile.step import joined
 from runtime.fully_sharded.hosts import HostCollectives, overlap_on_hosts
 from runtime.fully_sharded.wrap import fully_shard

@@ -19,12 +19,11 @@ from planner.jobs.training import (
     this_rank,
     weights_sha256,
 )
-from planner.profile.bench import Bench
+from planner.profile.bench import Bench, Progress
 from planner.profile.compute import Step, Training
 from planner.profile.links import Limits, measure_links
 from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
-from planner.profile.progress import Progress
 from planner.profile.request import LOGGER, Request, heard
 from planner.profile.step import TIMEOUT_S, deadline_s, joined, measure
 from planner.profile.units import measure_units

@@ -93,7 +93,7 @@ class BuiltJob:
             forward: DDP around the model; default: the model.
             optimizer: of the model's parameters; default: its own.
         """
-        forward, optimizer = forward or self.model, optimizer or self.optimizer
+        forward, optimizer = self.model if forward is None else forward, optimizer or self.optimizer
         optimizer.zero_grad()
         loss = self.loss(forward, batch)
         self.backward(loss, in_ddp=isinstance(forward, DistributedDataParallel))

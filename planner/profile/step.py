@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
-from planner.profile.bench import Bench
+from planner.profile.bench import Bench, Progress
 from planner.profile.compute import Training
 from planner.profile.measuring import Measuring, count_nodes, now
-from planner.profile.progress import Progress
 from planner.profile.request import BUDGET_S, Request, heard
 from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters

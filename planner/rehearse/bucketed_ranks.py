@@ -54,6 +54,8 @@ HOOKS: tuple[Hook, ...] = ("fp16",)
 class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
     """A rehearsal of buckets, on this rank."""
 
+    WHAT = "{variants} variants and {caps} bucket sizes of DDP"
+
     def __init__(self, asked: AskedPlan, bench: Bench, scale: Scale) -> None:
         """Make the scaled job."""
         super().__init__(asked, bench, scale)

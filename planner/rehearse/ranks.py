@@ -16,9 +16,8 @@ import torch
 
 from planner.comparison.measure import LEAST_ROUNDS, Measured, Sweep, V
 from planner.comparison.variants import DDP, Rounds
-from planner.profile.bench import Bench, Run, median_of_slowest
+from planner.profile.bench import Bench, Progress, Run, median_of_slowest
 from planner.profile.links import SMALLEST_BYTES, Curve, Limits, Messages
-from planner.profile.progress import Progress
 from planner.profile.step import decided_by_first, joined
 from planner.rehearse.asked import Asked, Bounds, Figures
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
@@ -112,6 +111,8 @@ class Rehearser(ABC, Generic[A, V]):
 
     COPIES: ClassVar[float] = 1.0
     """Factor by which bytes are shrunk more than the machine's sockets need, as hosts copy them as well."""
+    WHAT: ClassVar[str]
+    """Text about the compared variants, with places for their number and that of bucket sizes of DDP."""
 
     def __init__(self, asked: A, bench: Bench, scale: Scale) -> None:
         """Rehearse what is asked at a scale."""
@@ -223,12 +224,9 @@ def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, sho
         rehearser = kind(asked, bench, scale)
         decided = rehearser.decide()
         rounds, decided = decided_by_first(world, lambda: rehearser.rounds(decided, started_s), "agreeing on rounds")
-        sizes = f" and {len(decided.caps)} bucket sizes of DDP" if decided.caps else ""
+        what = kind.WHAT.format(variants=len(decided.variants), caps=len(decided.caps))
         slow = f", {LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
-        say(
-            world,
-            f"{len(decided.variants)} variants{sizes}: {rounds.count} rounds of {rounds.steps} steps each{slow}",
-        )
+        say(world, f"{what}: {rounds.count} rounds of {rounds.steps} steps each{slow}")
         measured, figures = rehearser.measure(decided, rounds)
         for record in measured.records:
             record.step_us = [[step_us / scale.dilate for step_us in block] for block in record.step_us]

@@ -35,6 +35,7 @@ FIRST_STEPS = 2
 class WrappingRehearser(Rehearser[AskedWrappings, Wrapping]):
     """A rehearsal of wrappings, on this rank."""
 
+    WHAT = "{variants} wrappings"
     COPIES = 4.0
     """Before a reduce-scatter begins, hosts copy gradients twice, and whole parameters after each gather."""
 

@@ -12,7 +12,7 @@ from planner.documents.profile import ComputeProfile, Gradient, OptimizerProfile
 from planner.jobs.on_rank import measure_updaters
 from planner.jobs.training import build
 from planner.profile import updaters
-from planner.profile.progress import Progress
+from planner.profile.bench import Progress
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference
 

@@ -40,7 +40,7 @@ from planner.comparison.variants import (
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
-from planner.profile.progress import Progress
+from planner.profile.bench import Progress
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.monitor.verdict import t_quantile
@@ -180,7 +180,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("planner.profile.progress.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("planner.profile.bench.time.monotonic", lambda: now_s[0])
     for show in (True, False):
         progress = Progress(show)
         for _ in progress.track(range(40), "measuring"):
