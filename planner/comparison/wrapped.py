@@ -12,7 +12,7 @@ from planner.comparison.measure import Measured, Record, Runner
 from planner.comparison.variants import Rounds
 from planner.comparison.wrappings import Wrapping
 from planner.jobs.training import KEPT_BATCHES, SEED, BuiltJob, build
-from planner.profile.bench import Bench, Progress
+from planner.profile.bench import Bench, Progress, Run
 from planner.profile.step import joined
 from runtime.fully_sharded.hosts import HostCollectives, overlap_on_hosts
 from runtime.fully_sharded.wrap import fully_shard
@@ -24,9 +24,7 @@ WARM_UP_STEPS = 1
 class WrappingRunner(Runner[Wrapping]):
     """Models that train on from block to block, each with weights of its own."""
 
-    def __init__(
-        self, bench: Bench, models: Mapping[str, nn.Module], step: Callable[[str], Callable[[], None]]
-    ) -> None:
+    def __init__(self, bench: Bench, models: Mapping[str, nn.Module], step: Callable[[str], Run]) -> None:
         """Measure the models, by the names of their wrappings; `step` prepares the next step of one, untimed."""
         super().__init__(bench)
         self._models, self._step = models, step
@@ -78,7 +76,7 @@ def compare_rank_wrapped(
         batches = [built.batch(step) for step in range(KEPT_BATCHES)]
         done = dict.fromkeys(runs, 0)
 
-        def prepare(name: str) -> Callable[[], None]:
+        def prepare(name: str) -> Run:
             batch = batches[done[name] % KEPT_BATCHES]
             torch.manual_seed(SEED + 1 + done[name] * world.ranks + world.rank)  # of dropout, say
             done[name] += 1

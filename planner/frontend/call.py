@@ -88,7 +88,7 @@ def map_leaves(value: Any, is_leaf: Callable[[Any], bool], function: Callable[[A
     if is_leaf(value):
         return function(value)
     inner = partial(map_leaves, is_leaf=is_leaf, function=function)
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, MutableMapping):
         result = copy.copy(value)
         for key in value:

@@ -69,7 +69,11 @@ class Bench:
 
     def timed_us(self, run: Run) -> float:
         """Return the microseconds of one run on this rank, until the device has completed it."""
-        return timed_us(run, self.device)
+        synchronize(self.device)
+        start = time.perf_counter()
+        run()
+        synchronize(self.device)
+        return (time.perf_counter() - start) * 1e6
 
     def times_us(self, runs: Sequence[Run], repeats: int, what: str, warm_up: int = 0) -> NDArray[np.float64]:
         """Time some runs several times in turn; all ranks begin each of them together.
@@ -93,15 +97,6 @@ class Bench:
         return np.array(self.world.gather(mine[warm_up:], f"comparing times of {what}"))
 
 
-def timed_us(run: Run, device: torch.device) -> float:
-    """Return the microseconds of one run, until the device has completed it."""
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e6
-
-
 def synchronize(device: torch.device) -> None:
     """Block until the device has completed its work, before a clock is read."""
     if device.type == "cuda":
@@ -110,7 +105,8 @@ def synchronize(device: torch.device) -> None:
 
 def median_of_slowest(times_us: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the median over repeats of the slowest rank's time. Shape (ranks, repeats, …) → (…)."""
-    return np.median(np.max(times_us, axis=0), axis=0)
+    medians_us: NDArray[np.float64] = np.median(np.max(times_us, axis=0), axis=0)
+    return medians_us
 
 
 def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:

@@ -92,7 +92,8 @@ class _Flood(OwnMessages):
         for _ in range(PROBES):
             self.send_alone()
             times.append(clock.between_us(self.sent[0].start, self.sent[-1].end))
-        return min(map(max, self._bench.world.gather(times, "timing messages alone")))
+        everyone: list[list[float]] = self._bench.world.gather(times, "timing messages alone")
+        return min(map(max, everyone))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from planner.documents.profile import ComputeProfile, LayerNorm, NormProfile
-from planner.profile.bench import Bench, median_of_slowest
+from planner.profile.bench import Bench, Run, median_of_slowest
 from planner.profile.compute import Training
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.norms import Pair, norm_dtype, pair_norms
@@ -40,7 +40,7 @@ def measure_norms(training: Training, bench: Bench, compute: ComputeProfile) -> 
     def one_by_one() -> None:
         alone_us.append([bench.timed_us(partial(pair_norms, [pair], dtype)) for pair in pairs])
 
-    runs = [partial(pair_norms, pairs, dtype), one_by_one]
+    runs: list[Run] = [partial(pair_norms, pairs, dtype), one_by_one]
     # Others wait for the straggler at the next message.
     total_us = median_of_slowest(bench.times_us(runs, REPEATS, "norms of layers", WARM_UPS))[0]
     mine_us = np.median(alone_us[WARM_UPS:], axis=0)

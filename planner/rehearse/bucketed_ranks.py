@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -130,10 +130,9 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         if lossy:
             selection = measure_selection(bench, size_bytes, limits.longest_s, computes=False)
             encoding = measure_encoding(bench, size_bytes, limits.longest_s / 2, computes=False)
-            fields = zip(("sparsify", "unpack", "encode", "decode"), (*selection, *encoding), strict=True)
-            computed = {
-                field: {name: _unscaled_line(line, scale) for name, line in lines.items()} for field, lines in fields
-            }
+            found: tuple[Mapping[str, Any], ...] = (*selection, *encoding)
+            for field, by_name in zip(("sparsify", "unpack", "encode", "decode"), found, strict=True):
+                computed[field] = {name: _unscaled_line(line, scale) for name, line in by_name.items()}
         if relaxed:
             lines = measure_delay(bench, [scale.numel(each.numel) for each in gradients])
             computed |= {field: _unscaled_line(line, scale) for field, line in lines.items()}
