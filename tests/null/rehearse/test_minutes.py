@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.comparison.measure import LEAST_ROUNDS
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVariant
 from planner.rehearse import bucketed_ranks, ranks
 from runtime.errors import InputError
@@ -38,7 +39,7 @@ def test_rounds_fit_into_what_is_left(
             ranks.choose_rounds(blocks_of, sizes, left_s, 4.0)
         return
     rounds, chosen = ranks.choose_rounds(blocks_of, sizes, left_s, 4.0)
-    assert rounds.count >= ranks.LEAST_ROUNDS
+    assert rounds.count >= LEAST_ROUNDS
     assert rounds.steps >= 1
     assert set(rounds.brief) == {
         one.name for one in variants if DILATE * (one.predicted_us or 0.0) > bucketed_ranks.SLOW * 1e3 * step_ms
@@ -54,7 +55,7 @@ def test_rounds_fit_into_what_is_left(
     for name, step_s in measured:
         brief = name in rounds.brief
         round_s = step_s * (ranks.WARM_UP_STEPS + (1 if brief else rounds.steps))
-        total_s += step_s * (1 if brief else 2) + (ranks.LEAST_ROUNDS if brief else rounds.count) * round_s
+        total_s += step_s * (1 if brief else 2) + (LEAST_ROUNDS if brief else rounds.count) * round_s
         one_more_s += 0.0 if brief else round_s
     assert total_s <= left_s * (1 + 1e-9)
     if rounds.count < ranks.MOST_ROUNDS and rounds.steps == ranks.BLOCK_STEPS:
