@@ -182,7 +182,7 @@ def compare(
     from planner.comparison.picture import picture_text
     from planner.comparison.report import comparison_table, failures, summarize
     from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
-    from planner.comparison.variants import make_variants, sweep
+    from planner.comparison.variants import make_lineup
     from planner.comparison.wrapped import compare_rank_wrapped
     from planner.comparison.wrappings import make_wrappings, summarize_wrappings
     from planner.documents.profile import load_profile
@@ -194,16 +194,15 @@ def compare(
     from runtime.plan import check_has_buckets, load_plan
     from runtime.plan.files import write_text
 
-    rounds, shown = check_rounds(steps, rounds), not Flags.as_json
+    blocks, shown = check_rounds(steps, rounds), not Flags.as_json
     loaded = load_plan(plan)
     if ranks is None and emulate is None:
         where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
-    blocks = (rounds, steps // rounds)
 
     def measure_wrapped() -> Comparison:
         find_job(job)
         wrappings = make_wrappings(loaded, plan, profile)
-        measured = (job, loaded, wrappings, *blocks, choose_device(device), shown, timeout_s or COMPARE_S)
+        measured = (job, wrappings, blocks, choose_device(device), shown, timeout_s or COMPARE_S)
         return summarize_wrappings(on_ranks(where, compare_rank_wrapped, *measured))
 
     def measure() -> Comparison:
@@ -214,13 +213,13 @@ def compare(
         measured_profile = None if profile is None else load_profile(profile)
         problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
         names = _items(strategy)
-        them, caps = make_variants(loaded, problem, names), sweep(loaded, problem)
+        lineup = make_lineup(loaded, problem, names)
         if not script:
-            measured = (job, them, caps, *blocks, choose_device(device), shown, timeout_s)
+            measured = (job, lineup, blocks, choose_device(device), shown, timeout_s)
             return summarize(on_ranks(where, compare_rank, *measured))
         asked = Asked(
-            plan=loaded, profile=measured_profile, strategies=tuple(names), steps=steps, rounds=rounds,
-            timeout_s=timeout_s, show_progress=shown,
+            plan=loaded, profile=measured_profile, strategies=names, rounds=blocks, timeout_s=timeout_s,
+            show_progress=shown,
         )  # fmt: skip
         return on_ranks_of_script(where, script_rank, job, arguments or [], asked)[0]
 
@@ -281,23 +280,19 @@ def rehearse(
             f"--max-memory-mib: found {max_memory_mib:g} without --parallel fsdp2, which it is for; add it"
         )
     from planner.decide.sharded_step import check_allow
-    from planner.rehearse.asked import Asked, make_asked, make_asked_wrappings
+    from planner.rehearse.asked import Asked, ask_plan, ask_wrappings, find_target
     from planner.report.files import check_writable
 
     if html is not None:
         check_writable(html, profile, cluster)
     asked: Asked
+    target = find_target(profile, cluster, hosts, minutes, dilate, shrink)
     if wrapped:
-        asked = make_asked_wrappings(
-            profile, cluster, hosts, max_memory_mib=max_memory_mib, minutes=minutes, dilate=dilate, shrink=shrink
-        )
+        asked = ask_wrappings(target, max_memory_mib)
     else:
-        asked = make_asked(
-            profile, cluster, hosts, strategies=_items(strategy), accuracy=accuracy,
-            allow=check_allow(_items(allow or "")), compress=compress,
-            minutes=minutes, dilate=dilate, shrink=shrink,
-        )  # fmt: skip
-    # What is wrong with options is said before torch is imported.
+        allowed = check_allow(_items(allow or ""))
+        asked = ask_plan(target, strategies=_items(strategy), accuracy=accuracy, allow=allowed, compress=compress)
+    # Wrong options are refused before torch is imported.
     from planner.rehearse.rehearsal import rehearsal_table
     from planner.rehearse.rehearsal import rehearse as rehearse_asked
 

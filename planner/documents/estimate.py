@@ -15,6 +15,7 @@ from planner.documents.accelerators import (
     speed_ratio,
 )
 from planner.documents.profile import Cluster, ComputeProfile, Profile
+from planner.documents.units import Units
 from runtime.errors import InputError
 from runtime.plan.strict_json import Record
 
@@ -149,6 +150,11 @@ def scale_compute(compute: ComputeProfile, step: float, update: float) -> Comput
 
 def _factors(step: float, update: float) -> dict[str, float]:
     return dict.fromkeys(STEP_TIMES, step) | dict.fromkeys(UPDATE_TIMES, update)
+
+
+def scale_units(units: Units, step: float, update: float) -> Units:
+    """Return forward and backward of units times `step`, their update times `update`."""
+    return scale_times(units, _factors(step, update))
 
 
 def scale_times(value: T, factors: Mapping[str, float]) -> T:

@@ -18,7 +18,7 @@ import numpy as np
 from planner.documents.profile import Contention, Profile, Sample
 from planner.jobs.replanning import profile_of_run, without_contention
 from planner.online.planned_run import WARM_UP_STEPS, PlannedRun, Steps
-from planner.profile.compute import RankTimes, rank_times
+from planner.profile.compute import RankTimes, busy_times_us, rank_times
 from planner.profile.links import make_bucket, undisturbed
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
@@ -78,14 +78,7 @@ def observe(session: Session, most: int) -> RankSample | None:
     steps = complete(session.recorder.steps, clock)[-most:]
     if not steps:
         return None
-    busy_us = [
-        [
-            (clock.between_us(step.forward, sent.start), clock.between_us(step.forward, sent.end))
-            for sent in step.sent
-            if sent.start is not None and sent.end is not None
-        ]
-        for step in steps
-    ]
+    busy_us = busy_times_us(steps, clock)
     ends_us = [clock.between_us(step.forward, step.backward_end) for step in steps]
     before_us = [
         [max(0.0, min(end, until) - start) for start, end in busy] for busy, until in zip(busy_us, ends_us, strict=True)

@@ -1,7 +1,7 @@
 """`planner rehearse`: a model on a scaled emulated cluster, predicted and measured.
 
-One launch of ranks does it all: they measure what the machine does as it is, agree on the scale, hold their links to
-the scaled rates, time messages alone, predict, and only then run what is compared.
+One launch of ranks does it all: they measure the machine as it is, agree on the scale, hold their links to the scaled
+rates, time messages alone, predict, and only then run what is compared.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Rehearsal:
     scale: Scale
     comparison: Comparison
     figures: Figures
-    """`from_constants_us`: a step as the cluster's constants alone predict it; `late_us`: what hooks and updates took
-    longer, per step, than the waits above them, on the rank where it is the most; of wrappings `peak_bytes`, predicted,
-    and `counted_bytes`, on the rank where it is the most."""
+    """`from_constants_us`: a step as the cluster's constants alone predict it; `late_us`: time of hooks and updates of
+    a step beyond the waits above them, on the rank where it is the most; of wrappings `peak_bytes`, predicted, and
+    `counted_bytes`, on the rank where it is the most."""
     bounds: Bounds
-    """`bound_us`: no plan of the asked kind takes less, by what was measured of messages alone; of wrappings
-    `limit_bytes`, which a rank has."""
+    """`bound_us`: no plan of the asked kind takes less, by the measured times of messages alone; of wrappings
+    `limit_bytes`, the memory of a rank."""
 
     @property
     def title(self) -> str:
-        """What was rehearsed where, and at which scale."""
+        """Model, hosts and scale, in words."""
         return (
             f"{self.asked.name} on {self.asked.hosts} hosts{self.asked.UNDER}, rehearsed: times were "
             f"{self.scale.dilate:g} times longer and bytes {self.scale.shrink:g} times fewer"
@@ -56,7 +56,7 @@ class Rehearsal:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader has to know of the rehearsal itself."""
+        """Notes about the rehearsal itself."""
         steps_us = {row.name: row.median_us for row in self.comparison.rows if row.median_us is not None}
         return self.asked.notes(steps_us, self.figures, self.bounds)
 
@@ -76,12 +76,12 @@ def rehearse(asked: Asked, *, started_s: float | None = None, show_progress: boo
     """Rehearse on emulated hosts of this machine, and return what was measured.
 
     Args:
-        asked: see `planner.rehearse.asked`.
-        started_s: by `time.time`, when the minutes began; default: now.
-        show_progress: whether standard error has lines on the way.
+        asked: made by `ask_plan` or `ask_wrappings` of `planner.rehearse.asked`.
+        started_s: time (`time.time`) at which the minutes began; default: now.
+        show_progress: whether lines are written on standard error.
 
     Raises:
-        EnvironmentFailure: hosts cannot be emulated here; says what cures it.
+        EnvironmentFailure: hosts cannot be emulated here, with a hint.
         InputError: the minutes are too few, the model does not fit at the scale asked for, or no wrapping does into the
             memory.
     """

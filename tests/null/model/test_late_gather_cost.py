@@ -15,7 +15,7 @@ from builders import halves_cluster, make, profile_document, run, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.comparison.variants import make_variants
+from planner.comparison.variants import make_lineup
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.strategies import make_schedule
@@ -228,7 +228,7 @@ def test_the_plan_says_what_comes_when(tmp_path: Path) -> None:
     (note,) = [note for note in plan.notes if "beside the next forward" in note]
     assert "when forward needs weights: by backward's share of each layer" in note
     assert any("exposed" in str(bucket.reason) for bucket in plan.buckets)
-    bare = next(one for one in make_variants(plan, None, []) if one.name == "none")
+    bare = next(one for one in make_lineup(plan, None, []).variants if one.name == "none")
     assert bare.predicted_us == pytest.approx(1050.0 + 400.0)
     _, lost = without_the_plans_own(plan)
     assert "every rank updates all weights" in lost[0]
