@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.wrappings import summarize_wrappings
-from planner.decide.bounded import split_passes
+from planner.decide.request import Request
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Link, OptimizerProfile, Profile
 from planner.documents.text import mebibytes
 from planner.documents.units import Units
 from planner.fsdp2.inputs import Setting, units_of_gradients
-from planner.ir import ACCURACIES
 from planner.model.problem import make_problem
 from planner.rehearse.scale import check_profile, links_of, on_hosts
 from planner.testbed.hosts import FASTEST_BITS_PER_S, MAX_RANKS, Emulation
@@ -176,9 +175,7 @@ def make_asked(
         InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
     """
     profile = _as_rehearsed(find_profile(name))
-    if accuracy not in ACCURACIES:
-        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
+    Request(profile=profile, accuracy=accuracy, compress=compress)  # refuses what does not go with that accuracy
     chosen = hosts_of(name, profile, cluster, hosts, minutes)
     return AskedPlan(
         name=name, profile=replace(on_accelerator(profile, chosen), cluster=None), cluster=chosen,
