@@ -22,10 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from planner.decide.optimize import optimize
+from planner.documents.profile import parse_profile
+from planner.emit.lower import predict
+from planner.ir import Bucket, Schedule
+from planner.model.problem import make_problem
 from runtime.errors import PlannerError
 
 DEADLINE_S = 300
-"""After so long training stays with what it has."""
+"""Time after which training stays with its plan."""
 LOWEST_PRIORITY = 19
 PR_SET_PDEATHSIG = 1
 """See prctl(2)."""
@@ -33,12 +38,6 @@ PR_SET_PDEATHSIG = 1
 
 def decide(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request. Raises PlannerError as `optimize` does."""
-    from planner.decide.optimize import optimize
-    from planner.documents.profile import parse_profile
-    from planner.emit.lower import predict
-    from planner.ir import Bucket, Schedule
-    from planner.model.problem import make_problem
-
     profile = parse_profile(request["profile"])
     plan = optimize(profile, accuracy=request["accuracy"], allow=tuple(request["allow"]))
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}

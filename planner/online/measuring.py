@@ -1,4 +1,4 @@
-"""What steps and links are like, seen from inside a run: from marks that are taken anyway, and a few messages.
+"""Measuring steps and links inside a run: from marks that are taken anyway, and a few messages.
 
 A run cannot stop communicating to see how fast it computes. How much messages slow computation down follows from two
 plans that overlap differently: where o is how long messages are on the link while backward computes, and b how long
@@ -29,21 +29,21 @@ from runtime.plan.transports import LIBRARY
 from runtime.session.session import Session
 
 SMALLEST_BYTES, LARGEST_BYTES = 1024, 4 * 1024 * 1024
-"""Of messages that are sent to time them; larger ones are timed as steps send them."""
+"""Sizes of messages that are sent to time them; larger ones are timed as steps send them."""
 ALONE, BESIDE = 0.1, 0.5
-"""Nothing is computed beside a message of which less than this part lies in backward; something, where more does."""
+"""Share of a message within backward below which nothing is computed meanwhile, and above which something is."""
 FEWEST_SHARED = 0.05
 """Plans overlap alike where the time that messages share with backward differs by less than this part of backward."""
 US_PER_BYTE = 2e-3
-"""What a byte of a message is expected to take before one has been seen."""
+"""Expected time of a byte of a message before one has been seen."""
 MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
 MEASURED_STEPS = 20
 LINKS_SHARE, PASSES = 0.018, 3
-"""What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
+"""Share of the steps before them that timed messages may take, and the number of times that each size is sent."""
 START_UP_US = 500.0
-"""What a message is expected to take, beside the time of its bytes, before one has been seen."""
+"""Expected start-up time of a message before one has been seen."""
 
 Curve = tuple[Sample, ...]
 
@@ -53,22 +53,22 @@ class Overlap:
     """Means of some steps on one rank, with one plan."""
 
     backward_end_us: float
-    """From the start of forward."""
+    """End of backward, from the start of forward."""
     shared_us: float
-    """How long messages were on the link before that."""
+    """Time that messages were on the link before that."""
     sent_us: tuple[float, ...]
-    """By bucket; empty where that is not known."""
+    """Time of each bucket's message; empty where that is not known."""
     beside: tuple[float, ...]
-    """By bucket, which part of it lay before the end of backward."""
+    """Share of each bucket's message before the end of backward."""
 
 
 @dataclass(frozen=True)
 class RankSample:
-    """What one rank saw of its last steps."""
+    """Measurements of one rank's last steps."""
 
     times: RankTimes
     busy_us: list[list[tuple[float, float]]]
-    """By step, when messages were on the link."""
+    """Times at which messages were on the link, by step."""
     overlap: Overlap
 
 
