@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.marked import write_part
-from planner.decide.candidates import sent_share
+from planner.decide.lossy import sent_share
 from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine

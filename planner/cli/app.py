@@ -126,7 +126,7 @@ def optimize(
         return
     from planner.decide.given import given_request
     from planner.decide.optimize import decide
-    from planner.decide.request import Request
+    from planner.decide.plan_request import Request
     from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES
 

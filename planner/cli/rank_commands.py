@@ -280,7 +280,7 @@ def rehearse(
         raise InputError(
             f"--max-memory-mib: found {max_memory_mib:g} without --parallel fsdp2, which it is for; add it"
         )
-    from planner.decide.request import check_allow
+    from planner.decide.plan_request import check_allow
     from planner.rehearse.asked import Asked, make_asked, make_asked_wrappings
     from planner.report.files import check_writable
 

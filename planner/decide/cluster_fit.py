@@ -64,7 +64,7 @@ def parse_log_argument(text: str) -> LogFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """What a user says of machines, which logs may leave out; None: told from their rates."""
+    """A user's description of machines, for what logs leave out; None: found by their rates."""
 
     gpu: str | None = None
     """One of `planner.documents.nccl.GPUS`."""
@@ -73,7 +73,7 @@ class Stated:
     nic: str | None = None
     """Line rate of one."""
     network: str | None = None
-    """infiniband, roce, efa or tcp; None: that which explains the logs best."""
+    """One of infiniband, roce, efa and tcp; None: that which explains the logs best."""
 
 
 def fit_cluster(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import parse_passes
-from planner.decide.request import Request
+from planner.decide.plan_request import Request
 from planner.emit.lower import lower
 from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.codecs import by_codec

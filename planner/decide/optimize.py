@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.decide.candidates import compress_all, lossy_candidates
 from planner.decide.defaults import ALLOWED, DEFAULT_PASSES, MORE, NO_GAIN
+from planner.decide.lossy import compress_all, lossy_candidates
 from planner.decide.pipeline import AfterPass, run_passes
-from planner.decide.request import Request
+from planner.decide.plan_request import Request
 from planner.decide.scaling import OPTIMAL, scaling_curve
 from planner.decide.solvers import SOLVER_SKIPPED, Solved, solve
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
@@ -94,7 +94,7 @@ def optimize(
 
     Raises:
         InputError: a document is wrong, there is no cluster, or one that was not measured for plans of this class; an
-            option is unknown, or the solver cannot take on so many gradients; a pass does what is not allowed.
+            option is unknown, or the solver cannot take on that many gradients; a pass does what is not allowed.
         CheckFailed: the solver contradicts the dynamic program.
     """
     return decide(Request(**locals()))
@@ -121,8 +121,8 @@ def decide(request: Request) -> Plan:
     if request.accuracy != "exact":
         shares = exact.schedule.mode.shares_update
         # Lossy plans cannot shard the step: they are first compared with the best exact one that does not either.
-        beside = _exact_plan(problem, Candidate(schedule=replicated)) if shares else plan
-        chosen = _choose(request, beside, replicated)
+        fallback = _exact_plan(problem, Candidate(schedule=replicated)) if shares else plan
+        chosen = _choose(request, fallback, replicated)
         plan = _over_sharded(request, replace(exact, plan=plan), chosen) if shares else chosen.plan or plan
     if SHARDED_STEP not in request.interfaces and request.sharding is not None and step is not None:
         own_us = plan.predicted.iteration_us if plan.predicted else 0.0

@@ -1,16 +1,15 @@
 """Named strategies, as schedules that plans are compared with. `STRATEGIES` is the only list of them.
 
 `optimal` is the best exact schedule that this planner knows, what `planner optimize` decides without options: `merge`,
-begun with the best of the baselines, then `topology`, which only two kinds of link give something to choose, and what
-ranks share of the update (all of it with `optimal:sharded-step`; with `optimal:late-gather`, weights may also come
-beside the next forward). Strategies are predicted in some hundredths of a
-second: where gradients are many, all buckets go flat or all by a torus, and `planner optimize`, which mixes them, may
-find better. `joint` begins with it.
+begun with the best of the baselines, then `topology`, which has a choice on intra-node and inter-node links only, and
+sharding of the update (all of it with `optimal:sharded-step`; with `optimal:late-gather`, weights may also be gathered
+during the next forward). Strategies are predicted in some hundredths of a second: where gradients are many, all buckets
+go flat or all by a torus, and `planner optimize`, which mixes them, may find better. `joint` begins with it.
 
-`ssd:K` is SSD-SGD (arXiv 2012.05396), merged as suits the pushes. Local updaters (LAP-SGD, LPP-SGD) and local SGD
-(arXiv 1805.09767, 1808.07217): of `lap:U` and `lpp:U` U updaters share a rank's model, and averagings go on beside
-them; of `l_sgd:H` and `pl_sgd:H` one process waits for an averaging after every H steps, from the beginning or in the
-second half of training.
+`ssd:K` is SSD-SGD (arXiv 2012.05396), merged for its pushes. Local updaters (LAP-SGD, LPP-SGD) and local SGD (arXiv
+1805.09767, 1808.07217): with `lap:U` and `lpp:U`, U updaters share a rank's model while models are averaged; with
+`l_sgd:H` and `pl_sgd:H`, one process waits for an averaging after every H steps, from the beginning or in the second
+half of training.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from runtime.plan import MAX_UPDATERS, Accuracy
 from runtime.plan.interfaces import LATE_GATHER, SHARDED_STEP
 
 MIXED = 200
-"""Gradients up to which each bucket has a choice of its own on two kinds of link."""
+"""Number of gradients up to which each bucket has a choice of its own on intra-node and inter-node links."""
 
 
 @strategy(word([SHARDED_STEP, LATE_GATHER], f"optimal, optimal:{SHARDED_STEP} or optimal:{LATE_GATHER}"))
@@ -96,7 +95,7 @@ def lpp(problem: Problem, updaters: int = USUAL_UPDATERS) -> Schedule:
 
 @strategy(whole("STEPS", "steps", at_most=10**6), accuracy="relaxed")
 def l_sgd(problem: Problem, steps: int = USUAL_STEPS) -> Schedule:
-    """Return local SGD: an averaging after every so many steps, by default 16."""
+    """Return local SGD: an averaging after every H steps, by default 16."""
     return _waiting(problem, LocalUpdaters(count=1, average_every=steps, then_every=steps, waits=True))
 
 

@@ -50,7 +50,7 @@ NOTHING_NARROW = "no bucket is compressed: --to ddp gives the same without a hoo
 
 
 def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
-    """See `planner.export`; a plan with a delay or local updaters is replaced by the exact one beside it."""
+    """Return the module; a plan with a delay or local updaters is replaced by its exact fallback."""
     notes: list[str] = []
     if plan.delay is not None or plan.local_async is not None:
         plan, notes = stock_plan(plan)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.decide.request import check_allow
+from planner.decide.plan_request import check_allow
 from planner.documents.text import as_names, pluralize
 from planner.online.ddp import AS_DDP
 from planner.online.opening import Opener, Opening, warn_unused
@@ -90,7 +90,7 @@ class PlannedSession(Session):
             self.director = None
 
     def detach(self, *, leave: bool = True) -> None:
-        """See `Session.detach`."""
+        """Detach, as `Session.detach` does, and end planning."""
         if leave and self.pilot is not None:
             self.pilot.close()
             self.director = None

@@ -161,7 +161,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class Cache:
-    """The folder. Every method raises InputError where it cannot be used; a run goes on without."""
+    """The folder. Every method raises InputError where it cannot be used; a run continues without."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -22,7 +22,7 @@ from runtime.plan import Plan, parse_plan
 POLL_S = 0.5
 """Least time between two questions of ranks for rank 0's plan."""
 WORTH_TRYING = 0.01
-"""Predicted gain from which a plan is tried, beside half of what predictions of the plans before were off."""
+"""Predicted gain from which a plan is tried, on top of half of the error of earlier predictions."""
 
 
 class Candidates:
@@ -53,7 +53,7 @@ class Candidates:
             self._decision = None
 
     def decide(self, profile: Callable[[], Profile], tried: set[str]) -> Steps[Plan | None]:
-        """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile.
+        """Return rank 0's plan where it is worth a trial, on all ranks alike; training continues meanwhile.
 
         `profile` is what it is decided on, called on rank 0 alone; `tried` are digests of the present plan and of those
         that were tried.

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from planner.decide.request import check_allow
+from planner.decide.plan_request import check_allow
 from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
 from planner.online.ddp import ddp_plan
 from planner.profile.measuring import count_nodes

@@ -48,7 +48,7 @@ def judge(
 
 
 def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator[int, bool, None]:
-    """Give numbers of buckets to try: the fewest, with which little is sent beside compute; then fewer ones than the
+    """Give numbers of buckets to try: the fewest, with which little is sent during compute; then fewer ones than the
     best so far while that is faster, then more.
 
     Is sent whether the one that it gave was faster.

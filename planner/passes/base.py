@@ -1,4 +1,4 @@
-"""What a pass is, and the candidates that it makes."""
+"""The base of passes, and the candidates that they make."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Candidate:
 
     schedule: Schedule
     what: str = ""
-    """Its name in notes: `compression`, `delay`."""
+    """Name in notes: `compression`, `delay`."""
     notes: tuple[str, ...] = ()
     """Notes for readers of a plan with this schedule."""
     plan_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Candidate:
     replicated: Schedule | None = None
     """The schedule that it replaces, in which each rank updates all weights."""
     plan: Plan | None = None
-    """Its plan, once it is made."""
+    """The plan of a lossy candidate; None: not made."""
 
     @property
     def kind(self) -> tuple[Accuracy, type[Mode]]:

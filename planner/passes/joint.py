@@ -190,7 +190,7 @@ def _point(
     known = [forms.schedule(choice) for choice in starts]
     exact = False
     if problem.contended:
-        # Labels know of no contention: messages are slowed by what was measured at the least and at the most.
+        # Labels know of no contention: messages are slowed by the least and the most that was measured.
         measured = [by_size for by_size in (problem.contention.by_size, problem.contention.gathers_by_size) if by_size]
         for factor in sorted({1.0, problem.contention.network, *(by_size[0][2] for by_size in measured)}):
             slowed = replace(tables, cost_us=tables.cost_us * factor)
@@ -219,7 +219,7 @@ def _point(
 
 
 def _has_cost(problem: Problem, form: Form) -> bool:
-    """Return whether the cluster has costs for a form on two kinds of link."""
+    """Return whether the cluster has costs for a form on intra-node and inter-node links."""
     try:
         return form.codec.has_cost(problem, form)
     except InputError:

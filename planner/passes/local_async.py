@@ -40,7 +40,7 @@ class UpdaterChoice:
     schedule: Schedule
     """The schedule whose full backwards alternate with blocks, or, where these save nothing, that without."""
     point: UpdatersPoint
-    """Its entry in a plan."""
+    """Entry in a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ element by itself gives the same weights whoever updates them. Asks for the meas
 update, and the cost model for reduce-scatter and all-gather. Norms are shared where that is predicted to make the
 update shorter; the step where it makes the training step 2 % shorter, or where nothing else fits into memory. Scripts
 then have parts of gradients alone, so `planner optimize` lets the pass do so only where that is allowed
-(`planner.decide.request`).
+(`planner.decide.plan_request`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ShardUpdates(Pass):
     method: str = "cpsat"
     """Algorithm that splits layers over ranks: `cpsat` continues where `lpt`, the longest first, may not be best."""
     step: str = "auto"
-    """Whether ranks share the step: `auto`, `always` where the optimizer can, or `never`."""
+    """Whether the step is sharded: `auto`, `always` where the optimizer can, or `never`."""
     memory_mib: float = 0.0
     """Memory of a rank for weights, gradients, the optimizer's state and activations; 0: that of the profile."""
 
@@ -90,7 +90,7 @@ class ShardUpdates(Pass):
         if any(bucket.features for bucket in schedule.buckets) and not (
             self.step == "always" or needs_more_memory(problem, self.memory_mib)
         ):
-            return None  # phases on two kinds of link, which parts of all ranks do not have
+            return None  # intra-node and inter-node phases, which parts of all ranks do not have
         late = MergeProblem.of(problem, partial(push_us, problem), non_decreasing=False)
         options = dict.fromkeys(
             [*push_bucketings(problem, schedule), Schedule.from_boundaries(merge_exact(late).stops)]

@@ -2,7 +2,7 @@
 
 Legal for exact plans: a torus and trees sum what a flat all-reduce does, in another order. Asks the cost model for all
 of them over ranges of gradients; buckets may be inside nodes and between them at the same time. Elsewhere, and where
-the cluster has no costs for both kinds of link, the schedule stays as it is. Source of the torus: Mikami et al., 2018;
+the cluster lacks costs of one of them, the schedule stays as it is. Source of the torus: Mikami et al., 2018;
 of the trees: Sanders, Speck, Träff, 2009.
 """
 
@@ -49,7 +49,7 @@ def links_without_contention(problem: Problem, climbs: int) -> SearchResult:
     `climbs` has no default, for a cache takes a call that leaves it to one for another call.
 
     Raises:
-        InputError: no costs for both kinds of link; see `has_two_links`.
+        InputError: costs of intra-node or inter-node links are missing; see `has_two_links`.
     """
     forms = LinkForms(problem, forms_on_links((), dense_transports(problem)))
     flat = Schedule.from_boundaries(merge_without_contention(problem).stops)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.wrappings import summarize_wrappings
-from planner.decide.request import Request
+from planner.decide.plan_request import Request, check_accuracy
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Link, OptimizerProfile, Profile
@@ -175,11 +175,12 @@ def make_asked(
         InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
     """
     profile = _as_rehearsed(find_profile(name))
-    Request(profile=profile, accuracy=accuracy, compress=compress)  # refuses what does not go with that accuracy
+    checked = check_accuracy(accuracy)
+    Request(profile=profile, accuracy=checked, compress=compress)  # refuses what does not go with that accuracy
     chosen = hosts_of(name, profile, cluster, hosts, minutes)
     return AskedPlan(
         name=name, profile=replace(on_accelerator(profile, chosen), cluster=None), cluster=chosen,
-        strategies=tuple(strategies), accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes,
+        strategies=tuple(strategies), accuracy=checked, allow=tuple(allow), compress=compress, minutes=minutes,
         dilate=dilate, shrink=shrink,
     )  # fmt: skip
 

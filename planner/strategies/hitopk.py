@@ -40,7 +40,7 @@ def hitopk(problem: Problem, density: float = 0.01) -> Schedule:
     """Return merged buckets, of which each rank sends a share of its shard's elements, by default 0.01.
 
     Raises:
-        InputError: the cluster has no cost for one of its two kinds of link.
+        InputError: the cluster has no cost of intra-node or inter-node links.
     """
     phases = problem.sparse_phases(HITOPK)
     if not phases or not problem.numel.any():

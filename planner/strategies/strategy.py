@@ -19,7 +19,7 @@ class Argument:
     """The argument behind the colon of a strategy's name."""
 
     label: str
-    """Its place in lists of strategies: `MIB`."""
+    """Placeholder in lists of strategies: `MIB`."""
     expected: str
     """The argument in words, as in error messages; `{name}` is the strategy's."""
     read: Callable[[str], Any]

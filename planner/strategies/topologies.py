@@ -21,7 +21,7 @@ def torus_2d(problem: Problem) -> Schedule:
     """Return buckets that are each reduce-scattered inside nodes, all-reduced between them, all-gathered inside.
 
     Raises:
-        InputError: the cluster has no cost for one of its two kinds of link.
+        InputError: the cluster has no cost of intra-node or inter-node links.
     """
     arrays = phased_problem(problem)
     if arrays is None:
@@ -48,7 +48,7 @@ def tree(problem: Problem) -> Schedule:
     """Return buckets that are each sent up and down two trees through all ranks.
 
     Raises:
-        InputError: the cluster has no cost for one of its kinds of link.
+        InputError: the cluster has no cost of intra-node or inter-node links.
     """
     phases = problem.phases(TREE)
     if not phases:

@@ -1,4 +1,4 @@
-"""All elements in fewer bytes, as users have it from DDP's hooks for bfloat16 and float16; 8 bits beside them."""
+"""Quantized buckets: bfloat16 and float16, as DDP's hooks have them, and 8 bits."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from hypothesis import given
 
 import planner
 from planner import optimize, simulate
-from planner.decide.request import Request
+from planner.decide.plan_request import Request
 from planner.decide.strategies import BASELINES
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.model.problem import Problem

@@ -11,7 +11,7 @@ from builders import halves_cluster, run, usual_document, write
 
 from planner.cli.app import main
 from planner.decide.given import given_request
-from planner.decide.request import Request
+from planner.decide.plan_request import Request
 from planner.model.schedule_text import parse_schedule, read_schedule
 from runtime.errors import InputError
 

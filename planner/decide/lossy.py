@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.decide.pipeline import run_passes
-from planner.decide.request import Request
+from planner.decide.plan_request import Request
 from planner.documents.text import ms
 from planner.emit.lower import lower
 from planner.ir import GAIN, TIE, Schedule

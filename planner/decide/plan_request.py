@@ -1,4 +1,4 @@
-"""What `planner optimize` is asked for, as one checked record."""
+"""The request for a plan: all options of `planner optimize`, as one checked record."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ USUAL: dict[Accuracy, tuple[Pass, ...]] = {"bounded": (Joint(),), "relaxed": (De
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a plan is made for, and what it may be; see `planner.optimize` for the fields.
+    """The profile and cluster of a plan, and the limits on it; see `planner.optimize` for the fields.
 
     Raises:
         InputError: an option is unknown or wrong, or a pass or option is of a riskier class or interface than allowed.
@@ -165,7 +165,7 @@ class Request:
                 )
 
     def _check_interfaces(self) -> None:
-        """Refuse passes that were told to plan what is not allowed."""
+        """Refuse options of passes that demand what is not allowed."""
         if LATE_GATHER not in self.interfaces and any(
             isinstance(each, LateGathers) and each.when == "always" for each in self._exact
         ):
@@ -182,10 +182,11 @@ class Request:
             )
 
 
-def check_accuracy(accuracy: str) -> None:
-    """Raise InputError where a class of plans is unknown."""
+def check_accuracy(accuracy: str) -> Accuracy:
+    """Return a class of plans. Raises InputError where it is unknown."""
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    return accuracy
 
 
 def check_allow(allow: str | Sequence[str]) -> tuple[str, ...]:
