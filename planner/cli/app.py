@@ -12,8 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +24,7 @@ from planner.cli.options import (
     CompressBy,
     Flags,
     FromSchedule,
+    ListStrategies,
     MaxDelay,
     MaxMemory,
     MaxRank,
@@ -124,47 +124,43 @@ def optimize(
         )
         _write_plan(optimize_wrapping(request), output)
         return
-    from planner.decide.optimize import optimize as optimize_profile
+    from planner.decide.given import given_request
+    from planner.decide.optimize import decide
+    from planner.decide.plan_request import Request
     from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES
 
     check_writable(output, profile, cluster, from_schedule)
     if print_after is not None and print_after not in ("all", *PASSES):
         raise InputError(f"--print-after: found {print_after!r}, expected all or one of: {', '.join(sorted(PASSES))}")
-
-    def after_pass(name: str, schedule: object, seconds: float) -> None:
-        if print_after in ("all", name):
-            typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
-
     if from_schedule is not None:
-        from planner.decide.given import optimize_given
-
         for option, value in {**deciding, "--max-rank": max_rank}.items():
             if value is not None:
                 raise InputError(
                     f"{option}: found {value}, which is about deciding, with --from-schedule; leave one of them out"
                 )
-        decide: Callable[..., Any] = partial(optimize_given, path=from_schedule)
-    else:
-        decide = partial(
-            optimize_profile,
-            passes=passes,
-            after_pass=after_pass,
-            solver=solver,
-            solver_limit=solver_limit,
-            compress=compress,
-            max_ratio=max_ratio,
-            max_rank=max_rank,
-            protect=protect,
-            max_delay=max_delay,
-        )
-    plan = decide(
-        profile,
-        cluster,
-        accuracy=accuracy,
+
+    def after_pass(name: str, schedule: object, seconds: float) -> None:
+        if print_after in ("all", name):
+            typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
+
+    asked = Request(
+        profile=profile,
+        cluster=cluster,
+        accuracy=accuracy,  # type: ignore[arg-type]
         allow=() if allow is None else _items("--allow", allow),
+        passes=passes,
+        after_pass=after_pass,
+        solver=solver,
+        solver_limit=solver_limit,
+        compress=compress,
+        max_ratio=max_ratio,
+        max_rank=max_rank,
+        protect=protect,
+        max_delay=max_delay,
         max_memory_mib=max_memory_mib,
     )
+    plan = decide(asked if from_schedule is None else given_request(asked, from_schedule))
     if solver == "cpsat" and plan.sharded:
         typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
 
@@ -200,13 +196,11 @@ def simulate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
-            "optimal:sharded-step, optimal:late-gather, dear, megatron; lossy ones: joint, joint:MAX_RATIO; "
-            "ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
-            "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS.",
+            help="Strategies, comma-separated, for example wfbp,ddp:25,optimal; --list-strategies prints all.",
             autocompletion=strategies_beginning,
         ),
     ] = None,
+    list_strategies: ListStrategies = False,
     ranks: Annotated[
         str | None, typer.Option(help="Numbers of ranks, comma-separated; default: the cluster's.")
     ] = None,

@@ -103,7 +103,7 @@ def fit(
     output: Output = "cluster.json",
 ) -> None:
     """Fit NCCL's cost model to a few logs, to predict other sizes and numbers of nodes."""
-    from planner.decide.cluster_fit import fit_cluster, parse_log_argument
+    from planner.decide.cluster_fit import Stated, fit_cluster, parse_log_argument
     from planner.documents.catalog import find_cluster
     from planner.documents.machines import parse_cards
     from planner.report.files import check_writable
@@ -122,7 +122,7 @@ def fit(
                 raise InputError(f"{option}: found it beside --machine, which says it; expected one of them")
     cards = (None, None) if nic is None else parse_cards(nic)
     fitted = fit_cluster(
-        arguments, described, gpu=gpu, nics=cards[0], nic=cards[1], network=network, in_place=in_place,
+        arguments, described, Stated(gpu=gpu, nics=cards[0], nic=cards[1], network=network), in_place=in_place,
         name=Path(output).stem, progress=_progress(),
     )  # fmt: skip
     fitted.cluster.save(output)

@@ -135,6 +135,22 @@ def strategies_beginning(incomplete: str) -> list[str]:
     return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
 
 
+def print_strategies(asked: bool) -> None:
+    """Print all strategies, each with its accuracy and what it is, and end the command."""
+    if not asked:
+        return
+    from planner.decide.strategies import STRATEGIES
+
+    for one in STRATEGIES.values():
+        about = " ".join((one.make.__doc__ or "").split("\n\n")[0].split()).removeprefix("Return ")
+        typer.echo(f"{'  '.join(one.usages)}  ({one.accuracy})\n    {about}")
+    raise typer.Exit
+
+
+ListStrategies = Annotated[
+    bool,
+    typer.Option("--list-strategies", is_eager=True, callback=print_strategies, help="Print all strategies, and exit."),
+]
 ProfileName = Annotated[
     str,
     typer.Argument(

@@ -279,7 +279,7 @@ def rehearse(
         raise InputError(
             f"--max-memory-mib: found {max_memory_mib:g} without --parallel fsdp2, which it is for; add it"
         )
-    from planner.decide.sharded_step import check_allow
+    from planner.decide.plan_request import check_allow
     from planner.rehearse.asked import Asked, ask_plan, ask_wrappings, find_target
     from planner.report.files import check_writable
 

@@ -15,8 +15,7 @@ from planner.fsdp2.inputs import NARROW, PER_BLOCK, Setting, baselines_of, make_
 from planner.fsdp2.program import FORWARD, GATHER, REDUCE, Shape
 from planner.fsdp2.search import Ahead, Choice, Found, Wrappings, least_memory, search
 from planner.fsdp2.simulator import COMPUTE, LANES, Step, simulate
-from planner.ir import ACCURACIES
-from planner.passes.base import GAIN
+from planner.ir import ACCURACIES, GAIN
 from runtime.errors import InputError
 from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
 from runtime.plan.fully_sharded import MemoryPoint

@@ -1,4 +1,4 @@
-"""What runs remember for the next ones: for each model on each cluster the plan that was measured to be the fastest.
+"""The cache of plans: for each model on each cluster the plan that was measured to be the fastest.
 
 One file for each, in one folder, which anyone may delete at any time. Torch-free.
 """
@@ -24,9 +24,9 @@ from runtime.plan.strict_json import Count, Document, Name, Ranks, Record, TimeU
 
 SCHEMA: Literal["planner.cache/1"] = "planner.cache/1"
 MOST_FILES, MOST_BYTES = 200, 64 * 1024 * 1024
-"""What the folder may hold; the files that were not used for longest go first."""
+"""Limits of the folder; the files that were not used for longest are deleted first."""
 STALE_S = 3600.0
-"""What a writer that was killed left is older than this."""
+"""Age of a temporary file beyond which its writer must have been killed."""
 
 NAME, TEMPORARY = re.compile(r"[0-9a-f]{40}\.json"), re.compile(r"\.planner-.*\.tmp")
 HINT = "delete the file: it is made again"
@@ -34,7 +34,7 @@ HINT = "delete the file: it is made again"
 
 @dataclass(frozen=True, kw_only=True)
 class Key(Record):
-    """What has to be the same for a plan to be used again."""
+    """Conditions under which a plan can be used again."""
 
     model: Name
     """Fingerprint of the trainable parameters."""
@@ -43,18 +43,18 @@ class Key(Record):
     backend: Name
     device: Name
     cores: Count
-    """Of each node, as they compete with the exchange."""
+    """Cores of each node, which compete with the exchange."""
     torch: Name
     planner: Name
     optimizer: Name
-    """Its class, and that of what wraps it: not every plan can update by every optimizer."""
+    """Class of the optimizer, and of its wrapper: not every plan can update by every optimizer."""
     accuracy: Accuracy
     allow: tuple[Name, ...] = ()
 
     @property
     def alike(self) -> dict[str, Any]:
-        """What runs have in common of which each can use the other's measurements, scaled to its number of ranks: all
-        but that number, and the link that messages pass through, which is that of one node or leads between nodes.
+        """Return what runs have in common that can use one another's measurements, scaled to their number of ranks: all
+        but that number, with the link of messages, which is intra-node or inter-node.
         """
         fields: dict[str, Any] = dump(self)
         ranks, nodes = fields.pop("ranks"), fields.pop("nodes")
@@ -62,7 +62,7 @@ class Key(Record):
 
     @property
     def file_names(self) -> str:
-        """How the names of the files begin of all runs that are alike."""
+        """Return the beginning of the names of the files of all runs that are alike."""
         return _digest(self.alike)
 
     @property
@@ -83,11 +83,11 @@ class Remembered(Document):
     key: Key
     plan: Plan
     profile: Profile | None = None
-    """Measurements that the plan was decided on."""
+    """Profile that the plan was decided on."""
     step_us: TimeUs
     """Time of a step with the plan, on the slowest rank."""
     story: tuple[str, ...] = ()
-    """How the run came to the plan."""
+    """Events that led to the plan."""
     settled: bool = True
     """Whether the run has tried all that it would."""
 
@@ -130,7 +130,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class Cache:
-    """The folder. Every method raises InputError where it cannot be used; a run goes on without."""
+    """The folder. Every method raises InputError where it cannot be used; a run continues without."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.wrappings import summarize_wrappings
-from planner.decide.bounded import split_passes
+from planner.decide.plan_request import Request, check_accuracy
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Link, OptimizerProfile, Profile
 from planner.documents.text import mebibytes
 from planner.documents.units import Units
 from planner.fsdp2.inputs import Setting, units_of_gradients
-from planner.ir import ACCURACIES
 from planner.model.problem import make_problem
 from planner.rehearse.scale import check_profile, links_of, on_hosts
 from planner.testbed.hosts import MAX_RANKS, Emulation, parse_emulation
@@ -230,12 +229,11 @@ def ask_plan(
     compress: str | None = None,
 ) -> AskedPlan:  # fmt: skip
     """Return a rehearsal of a plan with buckets. Raises InputError if an option is wrong."""
-    if accuracy not in ACCURACIES:
-        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
+    checked = check_accuracy(accuracy)
+    Request(profile=target.profile, accuracy=checked, compress=compress)  # refuses what does not go with that accuracy
     profile = replace(on_accelerator(_as_rehearsed(target.profile), target.cluster), cluster=None)
     return AskedPlan(
-        **{**vars(target), "profile": profile}, strategies=tuple(strategies), accuracy=accuracy, allow=tuple(allow),
+        **{**vars(target), "profile": profile}, strategies=tuple(strategies), accuracy=checked, allow=tuple(allow),
         compress=compress,
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from planner.cost import nccl
 from planner.decide.advise import Advice
 from planner.decide.at_scale import ScalePoint
-from planner.decide.bounded import ALLOWED, MORE
 from planner.decide.cluster_fit import FittedCluster
+from planner.decide.defaults import ALLOWED, MORE
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
 from planner.documents.text import (

@@ -5,21 +5,29 @@ k-th. `planner.model.delay` finds the steady state.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from planner.documents.text import pluralize
+from planner.documents.text import format_significant, ms, pluralize
 from planner.ir import Mode, Schedule
-from planner.model.codecs import codec_of
+from planner.model.codecs import codec_of, compression
 from planner.model.delay import CycleTimeline, ops_of, simulate_cycle, steady_state
 from planner.model.delay_load import StepWork
 from planner.model.engine import run
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, merging, push_and_pull
 from runtime.plan import Accuracy, DelaySpec, Plan, combinations
+from runtime.plan.predicted import DelayPoint
 
 WARMUP_STEPS = 500
 """Synchronous steps before delay, rounded up to a multiple of k."""
+
+NEAR = 0.02
+"""Share of the best mean step that a smaller k may cost."""
+
+CASES = {1: "pulls are late", 2: "the network is never idle", 3: "nothing is exposed"}
+"""The cases of Eq. 4."""
 
 
 @dataclass(frozen=True)
@@ -142,3 +150,42 @@ def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]
                 f"{codec_of(bucket).sent_text()} of {elements:,} elements: {push}, {saved} than whole; {pull}"
             )
     return reasons
+
+
+def notes(problem: Problem, schedule: Schedule, points: Sequence[DelayPoint]) -> list[str]:
+    """Return what readers of a plan with this schedule should know; `points`: what each k would give."""
+    k = delay_of(schedule)
+    times = ", ".join(
+        f"{point.steps}: {ms(point.iteration_us)} ({format_significant(point.closed_form_us / 1000)} by "
+        f"Eq. 4, case {point.case}: {CASES[point.case]})"
+        for point in points
+    )
+    found = [
+        f"delay: gradients are pushed in every step, new weights come after every {f'{k} steps' if k != 1 else 'step'} "
+        f"and are used one step later; in between ranks hold weights of their own",
+        f"mean step by k, simulated: {times}; k = {k} is the smallest within {NEAR:.0%} of the best",
+        f"the optimizer has to be torch.optim.SGD; the first {delay_spec(k).warmup_steps} steps are synchronous",
+        f"reduce-scatter: {problem.push.source}; all-gather: {problem.pull.source}",
+    ]
+    if problem.ranks_per_worker > 1:
+        found.append(
+            f"the worker is the node: its {problem.ranks_per_worker} ranks average their gradients in every step and "
+            f"have the same weights"
+        )
+    lossy = [bucket for bucket in schedule.buckets if not bucket.whole]
+    if lossy:
+        ratio, _ = compression(problem, lossy)
+        found.append(
+            f"pushes of {len(lossy)} of {len(schedule.buckets)} buckets carry their largest elements, one in "
+            f"{ratio:.0f} at the least; each worker holds the rest back and pushes it later; the synchronous steps and "
+            f"the pulls carry everything"
+        )
+    if problem.cost.cluster.local_update is None:
+        found.append(
+            "the local update is taken as free, for the cluster has no `local_update` cost; delay had to pay with "
+            "one as long as the optimizer's update: time it on that machine and add it"
+        )
+    timeline = simulate(problem, schedule)
+    if timeline.error_us > 0.0:
+        found.append(f"steps do not repeat exactly: the mean step may be off by {timeline.error_us:.3g} us")
+    return found

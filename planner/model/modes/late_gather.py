@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
+from planner.documents.text import ms
 from planner.ir import Bucket, Mode, Schedule, format_indices, parse_indices
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
@@ -293,8 +294,18 @@ def described_needs(problem: Problem) -> str:
     return f"when forward needs weights: by {needs(problem).source}"
 
 
+def notes(problem: Problem, step: StepPlan) -> list[str]:
+    """Return what late gathers save, for readers who have allowed them."""
+    inside = "" if step.sharded_us is None else f"{ms(step.sharded_us)} where they are gathered inside the step, "
+    return [
+        f"ranks share the optimizer's step, and weights are gathered beside the next forward: predicted "
+        f"{ms(step.late_us or 0.0)} a step, {inside}{ms(step.replicated_us or 0.0)} where every rank updates all "
+        f"weights{sharded.saved_memory(problem, step)}; {described_needs(problem)}"
+    ]
+
+
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The interface that scripts have to know of, and which buckets are gathered together."""
+    """Return the interface that scripts have to know of, and which buckets are gathered together."""
     step = StepPlan(
         sharded=True,
         gather="forward",

@@ -27,12 +27,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
-from planner.documents.text import ms, pluralize
+from planner.documents.text import format_significant, ms, pluralize
 from planner.ir import Mode, Schedule, format_indices, parse_indices
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from runtime.plan import Accuracy, LocalAsyncSpec, Plan, combinations
+from runtime.plan.predicted import UpdatersPoint
 from runtime.plan.timeline import UPDATER, Span, Timeline
 
 DEFAULTS = LocalAsyncSpec(updaters=1)
@@ -40,6 +41,10 @@ DEFAULTS = LocalAsyncSpec(updaters=1)
 
 SHOWN, DRAWN = 4, 32
 """Minibatches of each updater that a timeline shows, and of how many updaters."""
+
+
+GROWTH = 0.03
+"""Share by which each further updater has to raise the throughput."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,3 +454,52 @@ class BlockProblem:
 def updaters_per_block(updaters: int, blocks: int) -> list[int]:
     """How many updaters each block has: updater i has block i modulo their number."""
     return [(updaters - block - 1) // blocks + 1 for block in range(blocks)]
+
+
+def notes(problem: Problem, schedule: Schedule, points: Sequence[UpdatersPoint], exact_us: float) -> list[str]:
+    """Return what readers of a plan with this schedule should know.
+
+    Args:
+        problem: the step.
+        schedule: local updaters.
+        points: what each number of updaters would give.
+        exact_us: a minibatch of a rank, its preparation included, with the best plan that synchronizes in every step.
+    """
+    updaters, found_us = updaters_of(schedule), step_us(problem, schedule)
+    samples = problem.profile.world.batch_per_rank  # where the profile says how many a minibatch has
+    rates = [
+        f"{problem.ranks * (samples or 1) * 1e6 / time_us:,.4g} {'samples' if samples else 'minibatches'}/s"
+        for time_us in (found_us, exact_us)
+    ]
+    found = [
+        f"{pluralize(updaters.count, 'updater')} of each rank share its model without locks, and ranks average their "
+        f"models beside them; a step here is what a rank takes for a minibatch",
+        f"predicted {rates[0]} from all ranks; the best plan that synchronizes in every step: {rates[1]}",
+        "a rank's time for a minibatch by updaters, LAP-SGD and LPP-SGD: "
+        + ", ".join(
+            f"{point.updaters}: {format_significant(point.lap_us / 1000)} and {ms(point.lpp_us)}"
+            f"{'' if point.fits else ' (more than fits into memory)'}"
+            for point in points
+        )
+        + f"; each updater has to bring {GROWTH:.0%} more",
+    ]
+    if batch_prep_us(problem) > 0.0:
+        found.append(
+            f"making a minibatch takes a rank {ms(batch_prep_us(problem))}: it is in the times of "
+            f"updaters, and added to the step of the plan that they are compared with"
+        )
+    if updaters.stops is not None:
+        work = Work.of(problem)
+        parts = ", ".join(f"{work.partial_us(block) / work.backward.full_us:.0%}" for block in updaters.blocks)
+        saved, closed = saved_backwards(problem, updaters), closed_form_saved_backwards(updaters.count)
+        found.append(
+            f"after the first tenth every other minibatch updates a block only: "
+            f"{pluralize(len(updaters.blocks), 'block')} whose partial backwards take {parts} of a full one; one of "
+            f"each updater saves {saved:.2f} full backwards, where (c − 1)/2 = {closed:.2f} would be saved with blocks "
+            f"that cost alike"
+        )
+    found.append(
+        "what updaters cost in accuracy was measured with torch.optim.SGD: they are offered with no other optimizer; "
+        "`planner run` trains so, and `runtime.local_async.run_local_async` in a script"
+    )
+    return found

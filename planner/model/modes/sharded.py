@@ -9,7 +9,7 @@ are taken to be later than alone by as much as those are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -18,18 +18,23 @@ from numpy.typing import NDArray
 
 from planner.cost.curve import CostCurve
 from planner.cost.halves import REDUCE_SCATTER
-from planner.ir import Bucket, Mode, Schedule
+from planner.documents.text import mib, ms
+from planner.ir import GAIN, Bucket, Mode, Schedule
 from planner.model.engine import run
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, merging, push_and_pull
 from planner.model.step import Exchange, exchange_step_us, exchange_timeline
 from planner.model.step_ops import step_ops
+from runtime.pages import page
 from runtime.plan import Plan, StepPlan, UpdatePlan, combinations
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.timeline import Timeline
 
 Sizes = NDArray[np.float64]
+
+ASK = f"some lines that work with DDP then do not: {page('concepts/sharded-step')}, --allow {SHARDED_STEP}"
+SMALLER = "take more ranks, or a smaller batch"
 
 
 @dataclass(frozen=True)
@@ -206,12 +211,6 @@ def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
     return 2 * int(problem.size_bytes.sum()) + state_bytes + int(largest) + _activation_bytes(problem)
 
 
-def saves_memory(problem: Problem, schedule: Schedule) -> bool:
-    """Whether a rank needs less where the step is shared: not where the largest message takes more than state does."""
-    shared, whole = sharded_bytes(problem, schedule), replicated_bytes(problem)
-    return shared is not None and whole is not None and shared < whole
-
-
 def _activation_bytes(problem: Problem) -> int:
     estimate = problem.profile.compute.estimate
     if estimate is not None:
@@ -220,5 +219,114 @@ def _activation_bytes(problem: Problem) -> int:
 
 
 def memory_bytes(problem: Problem, given_mib: float = 0.0) -> int | None:
-    """What a rank has: as given, or as the profile says; None where nobody says."""
+    """Return the memory of a rank, as given or else as in the profile; None where neither has it."""
     return int(given_mib * 2**20) or problem.profile.world.memory_bytes
+
+
+def needs_more_memory(problem: Problem, given_mib: float = 0.0) -> bool:
+    """Return whether a rank that updates all weights needs more memory than it has."""
+    return _exceeds(replicated_bytes(problem), memory_bytes(problem, given_mib))
+
+
+def unused_limit_reason(problem: Problem) -> str:
+    """Return why a limit of memory decides nothing; empty where it may."""
+    if (reason := not_shared_reason(problem)) is not None:
+        return reason
+    optimizer = problem.profile.compute.optimizer
+    if optimizer is not None and optimizer.state_bytes is None:
+        return "the profile does not say what the optimizer keeps: profile again"
+    return ""
+
+
+def notes(problem: Problem, step: StepPlan | None) -> list[str]:
+    """Return why the step is sharded, or why not, for readers who have allowed it."""
+    reason = not_shared_reason(problem)
+    if reason is not None and problem.ranks > 1:
+        return [f"ranks do not share the optimizer's step, as they may: {reason}"]
+    if step is None or step.sharded_us is None or step.replicated_us is None:
+        return [] if step is None else _not_late(step)
+    memory = saved_memory(problem, step)
+    if not step.sharded:
+        found = [f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be "
+                 f"{GAIN:.0%} shorter{memory}", *_not_late(step)]  # fmt: skip
+        return [*found, too_large_note(step)] if _exceeds(step.replicated_bytes, step.memory_bytes) else found
+    name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
+    demanded = _exceeds(step.replicated_bytes, step.memory_bytes) and _saves(step)
+    found = [
+        f"ranks share the step of {name} (as ZeRO-1): {'memory demands it, ' if demanded else ''}predicted "
+        f"{ms(step.sharded_us)} a step, {ms(step.replicated_us)} where every rank updates all weights, of it "
+        f"{ms(step.gather_us or 0.0)} to gather weights{memory}",
+    ]
+    if step.memory_bytes is not None and _exceeds(step.sharded_bytes, step.memory_bytes):
+        found.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {SMALLER}")
+    return found + _not_late(step)
+
+
+def gain_note(problem: Problem, step: StepPlan, own_us: float) -> list[str]:
+    """Return what a sharded step would gain over a plan's of `own_us` if it were allowed."""
+    if step.sharded_us is None:
+        return []
+    if _exceeds(step.replicated_bytes, step.memory_bytes):
+        return [too_large_note(replace(step, replicated_us=own_us))]
+    if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
+        return []
+    memory = f", and {_memory(step)}" if _saves(step) else ""
+    return [
+        f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead of "
+        f"{ms(own_us)}{memory}; {ASK}"
+    ]
+
+
+def too_large_note(step: StepPlan) -> str:
+    """Return that a plan does not fit into a rank's memory, and whether a sharded step would."""
+    has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
+    text = f"a rank needs {mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
+    text += f"the {mib(has)} that it has"
+    if not _saves(step):
+        return f"{text}: {SMALLER}"
+    if shared > has:
+        return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {SMALLER}"
+    text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
+    return f"{text}; {ASK}"
+
+
+def memory_demands(step: StepPlan) -> bool:
+    """Return whether a rank needs more memory than it has to update all weights, and less with a sharded step."""
+    shared, whole = step.sharded_bytes, step.replicated_bytes
+    return _exceeds(whole, step.memory_bytes) and _exceeds(whole, shared)
+
+
+def saved_memory(problem: Problem, step: StepPlan) -> str:
+    """Return the end of a note: memory that sharding saves, and that its costs were not measured."""
+    implied = "" if costs_known(problem) else "; reduce-scatter and all-gather were not measured: profile again"
+    return (f"; {_memory(step)}" if _saves(step) else "") + implied
+
+
+def _exceeds(needed_bytes: int | None, limit_bytes: int | None) -> bool:
+    return needed_bytes is not None and limit_bytes is not None and needed_bytes > limit_bytes
+
+
+def _saves(step: StepPlan) -> bool:
+    """Return whether a sharded step needs less memory, by the digits that are printed."""
+    shared, whole = step.sharded_bytes, step.replicated_bytes
+    return shared is not None and whole is not None and shared < whole and mib(shared) != mib(whole)
+
+
+def _memory(step: StepPlan) -> str:
+    shared, whole = mib(step.sharded_bytes or 0), mib(step.replicated_bytes or 0)
+    return f"{shared} for weights, gradients, state and known activations instead of {whole}"
+
+
+def _times(step: StepPlan) -> str:
+    shared, whole = ms(step.sharded_us or 0.0), ms(step.replicated_us or 0.0)
+    return f"predicted {shared} a step, as now" if shared == whole else f"predicted {shared} a step, {whole} as now"
+
+
+def _not_late(step: StepPlan) -> list[str]:
+    """Return that weights are not gathered during the next forward, if they might be."""
+    if step.late_us is None:
+        return []
+    return [
+        f"weights are not gathered beside the next forward, as they may: that is predicted {ms(step.late_us)} a step, "
+        f"and has to be {GAIN:.0%} shorter"
+    ]

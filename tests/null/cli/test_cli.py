@@ -16,6 +16,7 @@ from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli.app import main
+from planner.decide.strategies import STRATEGIES
 from planner.documents.text import pluralize
 from planner.report.tables import make_console, print_table
 from runtime.plan import load_plan
@@ -91,6 +92,14 @@ def test_tab_completes_commands_strategies_and_names(typed: str, completed: list
         [sys.executable, "-m", "planner"], env=os.environ | words, capture_output=True, text=True, check=True
     )
     assert set(completed) <= set(done.stdout.split()), done.stderr
+
+
+def test_all_strategies_are_listed(command: Command) -> None:
+    """By the registry, so that a new one needs no further list."""
+    done = command("simulate", "--list-strategies")
+    listed = done.out.split()
+    assert done.code == 0
+    assert all(usage in listed for strategy in STRATEGIES.values() for usage in strategy.usages)
 
 
 def test_what_goes_into_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:

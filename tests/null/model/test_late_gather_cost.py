@@ -21,7 +21,7 @@ from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile, parse_profile
 from planner.emit.lower import lower
-from planner.export.base import without_the_plans_own
+from planner.export.base import stock_plan
 from planner.ir import Schedule
 from planner.model.delay import CycleTimeline
 from planner.model.engine import run as run_ops
@@ -230,7 +230,7 @@ def test_the_plan_says_what_comes_when(tmp_path: Path) -> None:
     assert any("exposed" in str(bucket.reason) for bucket in plan.buckets)
     bare = next(one for one in make_lineup(plan, None, []).variants if one.name == "none")
     assert bare.predicted_us == pytest.approx(1050.0 + 400.0)
-    _, lost = without_the_plans_own(plan)
+    _, lost = stock_plan(plan)
     assert "every rank updates all weights" in lost[0]
     assert f"{(step.replicated_us - step.late_us) / 1e3:.2g}" in lost[0]
     assert parse_plan(plan.to_document()).digest() == plan.digest()

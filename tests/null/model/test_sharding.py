@@ -309,5 +309,5 @@ def test_the_bare_loop_of_a_comparison_updates_all_weights() -> None:
 def test_the_pass_leaves_phases_on_two_kinds_of_link_alone() -> None:
     step = problem()
     torus = Schedule.from_boundaries([5], TORUS_2D)
-    assert ShardUpdates().shared_step(torus, step) is None
-    assert ShardUpdates(step="always").shared_step(torus, step) is not None
+    assert ShardUpdates().sharded(torus, step) is None
+    assert ShardUpdates(step="always").sharded(torus, step) is not None
