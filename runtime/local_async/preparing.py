@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from runtime.checks.plan import check_model, check_plan, model_fingerprint, trainable_parameters
+from runtime.comm.shared_memory import available_bytes
 from runtime.comm.topology import node_name
 from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s, check_timeout_s
 from runtime.core.closures import DECIDE_BY_LOSS
-from runtime.datacache.memory import available_bytes
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
 from runtime.local_async.job import LocalJob, Part, Request, batches_of
 from runtime.local_async.partial import is_reentrant, partial_backward

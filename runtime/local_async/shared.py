@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.shared_memory import SharedMemory
 from runtime.core.buckets import is_dense, view_of
 from runtime.errors import EnvironmentFailure, InputError
-from runtime.local_async.memory import SharedMemory
 from runtime.plan.names import canonical_name
 
 ALIGNMENT = 64
@@ -258,7 +258,13 @@ def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
             ) from error
         handle: Any = memory
     else:
-        handle = SharedMemory(size_bytes=size_bytes)
+        try:
+            handle = SharedMemory(size_bytes)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"this system gives no shared memory of {size_bytes} bytes ({error.strerror}); use fewer ranks on this "
+                f"machine, or a smaller model"
+            ) from error
         memory = handle.bytes()
     tensors = {canonical_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     with torch.no_grad():

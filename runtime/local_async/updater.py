@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.errors import InputError, PlannerError
+from runtime.comm.shared_memory import SharedMemory
+from runtime.errors import EnvironmentFailure, InputError, PlannerError
 from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples_of
-from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.memory import AtomicCounter, Doorbell
 from runtime.local_async.partial import partial_backward
 from runtime.local_async.processes import end_with_parent, status_bytes
 from runtime.local_async.report import STALEST, Result, Times
@@ -43,8 +44,11 @@ class Shared:
 
     @classmethod
     def make(cls, updaters: int) -> Shared:
-        counts = SharedMemory(size_bytes=updaters * COUNTS * np.dtype(np.int64).itemsize)
-        return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+        try:
+            counts = SharedMemory(updaters * COUNTS * np.dtype(np.int64).itemsize)
+            return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+        except OSError as error:
+            raise EnvironmentFailure(f"this system gives updaters no shared memory ({error.strerror})") from error
 
     def row(self, updater: int) -> Any:
         return self.counts.bytes().numpy().view(np.int64)[updater * COUNTS : (updater + 1) * COUNTS]

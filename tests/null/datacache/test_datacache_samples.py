@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from runtime.datacache.samples import from_bytes, pack, unpack
-from runtime.datacache.unstorable import Unstorable
+from runtime.datacache.samples import Unstorable, from_bytes, pack, unpack
 
 
 class Pair(NamedTuple):
