@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runtime.comm.world import World, check_timeout_s
+from runtime.datacache.disk import used_bytes
 from runtime.datacache.fetching import Fetcher
 from runtime.datacache.node import CacheRequest, agree, check_bytes, check_folder, node_name, share
 from runtime.datacache.partition import Partition, numbered
@@ -161,17 +162,10 @@ class CachedDataset(Dataset[Any]):
             CommunicationError: with `fetch`, a rank died or missed the deadline.
         """
         chosen = [self._checked(index) for index in indices]
-        fetched: dict[int, Any] = {}
-        missing: set[int] = set()
-        if self._fetcher is not None:
-            fetched = self._fetch(self._fetcher, chosen)
-        elif self._disk is not None and len(chosen) > 1:
-            # What only the storage has, in the first epoch all, by one question to the disk.
-            outside = [i for i in chosen if (slot := self._slot(i)) < 0 or not self._memory.holds(slot)]
-            missing = self._disk.missing(outside)
+        fetched = {} if self._fetcher is None else self._fetch(self._fetcher, chosen)
         return [
-            self._transformed(fetched[place] if place in fetched else self._sample(i, on_disk=i not in missing))
-            for place, i in enumerate(chosen)
+            self._transformed(fetched[place] if place in fetched else self._sample(index))
+            for place, index in enumerate(chosen)
         ]
 
     def _fetch(self, fetcher: Fetcher, chosen: Sequence[int]) -> dict[int, Any]:
@@ -198,14 +192,14 @@ class CachedDataset(Dataset[Any]):
         """Return the place of an index in this node's memory; negative if it has none."""
         return self.partition.slot(index, self._node) if self._memory.slots else -1
 
-    def _sample(self, index: int, *, on_disk: bool = True) -> Any:
+    def _sample(self, index: int) -> Any:
         if self._disk is None and not self._memory.slots:
             self._memory.count("source_reads")
             return self._source.sample(index)
         try:
             flat = self._held(index)
             if flat is None:
-                raw = self._read(index, on_disk=on_disk)
+                raw = self._read(index)
                 if not self._memory.slots:
                     return self._source.decode(raw)
                 # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
@@ -238,9 +232,9 @@ class CachedDataset(Dataset[Any]):
             self._memory.count("memory_hits")
         return flat
 
-    def _read(self, index: int, *, on_disk: bool = True) -> bytes:
-        """Read a raw sample from the disk, where it may be `on_disk`, else from the storage, and store it."""
-        raw = self._disk.get(index) if self._disk is not None and on_disk else None
+    def _read(self, index: int) -> bytes:
+        """Read a raw sample from the disk, else from the storage, and store it."""
+        raw = self._disk.get(index) if self._disk is not None else None
         if raw is not None:
             self._memory.count("disk_hits")
             return raw
@@ -270,7 +264,7 @@ class CachedDataset(Dataset[Any]):
             **self._memory.counts(),
             samples_in_memory=self._memory.held,
             memory_used_bytes=self._memory.used_bytes,
-            disk_used_bytes=0 if self._disk is None else self._disk.used_bytes(),
+            disk_used_bytes=0 if self._disk is None else used_bytes(self._disk.folder),
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -278,6 +272,5 @@ class CachedDataset(Dataset[Any]):
         return self._disk is None or self._disk.flush(timeout_s)
 
     def close(self) -> None:
-        """Release the local disk; the next access opens it again."""
-        if self._disk is not None:
-            self._disk.close()
+        """Write to the disk what waits for that; the dataset can still be read."""
+        self.flush()

@@ -1,44 +1,57 @@
 """Level 1: raw samples of slow storage on the local disk, shared by the processes of a node and by later runs.
 
-A disk that does not work never stops a run: whatever goes wrong here, samples come from the storage again, which is
+    local_dir/DATASET/THOUSANDS/INDEX   one file for each sample: a checksum (4 bytes) and its raw bytes
+    local_dir/used                      the size of all of them, in bytes
+    local_dir/lock                      held while one is put in its place or evicted
+
+A sample is written under another name first, so that readers need no lock and a killed writer leaves nothing torn. A
+disk that does not work never stops a run: whatever goes wrong here, samples come from the storage again, which is
 counted, and a warning is given once on the node.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
-import sqlite3
+import shutil
 import threading
 import time
 import warnings
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
-from runtime.datacache.database import DAMAGED, FILE, Damaged, Database, batch_bytes
 from runtime.datacache.memory import NodeMemory
 from runtime.errors import CacheWarning
 
+LOCK, USED, UNFINISHED = "lock", "used", ".new"
+BLOCK_BYTES = 4096
+PER_FOLDER = 1000
+"""Samples in one folder."""
+BUSY_S = 10.0
+"""Longest wait for the lock, in seconds."""
+KEPT_FOR_S = 600.0
+"""A dataset that was read within this time, in seconds, is in use: another one does not evict it."""
 WAITING_BYTES = 32 * 2**20
 """Bound of the samples that wait to be written, in each process; if the disk is slower, others are not kept."""
 PAUSE_S = 30.0
 """Seconds without writing after a failure, or once the bound is reached."""
-LOOK_S = 1.0
-"""Seconds between two checks that the file is still there."""
 TOUCH_S = 60.0
-"""Seconds after which a process that only reads records that the dataset is in use."""
-LINGER_S = 0.1
-"""Seconds that the first sample to be written waits for others."""
+"""Seconds between two records that the dataset is in use."""
 FLUSH_S = 4.0
 """Seconds that a process at its end waits for what is not written yet; DataLoader gives its workers 5 s."""
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskStore:
@@ -47,15 +60,19 @@ class DiskStore:
     def __init__(
         self, folder: Path, bound_bytes: int, dataset: str, memory: NodeMemory, owned: np.ndarray | None = None
     ) -> None:
-        """Open nothing yet; see `Database`. `memory` counts, and remembers which warnings were given."""
+        """Touch nothing on the disk yet.
+
+        Args:
+            folder: the directory that all datasets share.
+            bound_bytes: bound of all files in it.
+            dataset: tells this dataset from others.
+            memory: counts, and remembers which warnings were given.
+            owned: whether this node reads each sample (bool); None: all.
+        """
         self._given = folder, bound_bytes, dataset, memory, owned
-        self.folder = folder
-        self.bound_bytes = bound_bytes
-        self._memory = memory
-        self._batch_bytes = batch_bytes(bound_bytes)
-        # Readers do not wait for writers if each has a connection.
-        self._reader = Database(folder, bound_bytes, dataset, owned)
-        self._writer = Database(folder, bound_bytes, dataset, owned)
+        self.folder, self.bound_bytes = folder, bound_bytes
+        self._own = folder / hashlib.sha1(dataset.encode()).hexdigest()
+        self._memory, self._owned = memory, owned
         self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,12 +83,15 @@ class DiskStore:
         self._process = os.getpid()
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
-        self._wake = threading.Condition()
-        self._writing = self._touch = self._hurry = False
-        self._paused_until_s = self._unread_until_s = self._look_at_s = 0.0
-        self._touch_at_s = time.monotonic() + TOUCH_S
+        self._idle = threading.Condition()
+        self._lock = FileLock(self.folder / LOCK, timeout=BUSY_S)
+        self._writing = self._seen = False
+        self._paused_until_s = self._unread_until_s = self._touch_at_s = 0.0
         # Runs at the end of DataLoader workers too, which atexit's functions do not.
         util.Finalize(None, _flush, args=(weakref.ref(self),), exitpriority=100)
+
+    def _path(self, index: int) -> Path:
+        return self._own / str(index // PER_FOLDER) / str(index)
 
     def get(self, index: int) -> bytes | None:
         """Return the raw sample, or None if it is not there, or damaged, or the disk does not work."""
@@ -80,141 +100,142 @@ class DiskStore:
         now_s = time.monotonic()
         if now_s < self._unread_until_s:
             return None
+        path = self._path(index)
         try:
-            if now_s >= self._look_at_s:
-                self._look_at_s = now_s + LOOK_S
-                if not self._reader.is_there():
-                    self._reader.close()
-                    self._warn("deleted", f"{self._reader.path} was deleted while in use; a new one is made, and "
-                                          f"filled again")  # fmt: skip
-            raw = self._reader.get(index)
-        except Damaged:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            if self._seen and not self._own.exists():
+                self._seen = False
+                self._warn("deleted", f"{self._own} was deleted while in use; it is made and filled again")
+            return None
+        except OSError as error:
+            self._unread_until_s = now_s + PAUSE_S
+            self._failed(error, "read")
+            return None
+        self._seen = True
+        raw = content[4:]
+        if content[:4] != _checksum(index, raw):
             self._memory.count("corrupted")
             self._warn(
                 "corrupted",
-                f"{self._reader.path}: the bytes of sample {index} are not those that were stored; it is read "
-                f"again from the storage. Check the disk; stats().corrupted counts further ones",
+                f"{path}: the bytes of sample {index} are not those that were stored; it is read again from the "
+                f"storage. Check the disk; stats().corrupted counts further ones",
             )
-            try:
-                if not self._reader.read_only:
-                    self._reader.delete(index)
-            except (sqlite3.Error, OSError) as error:
-                self._failed(error, "write", self._reader)
+            with suppress(OSError):
+                self._evict([path])
             return None
-        except (sqlite3.Error, OSError) as error:
-            self._unread_until_s = time.monotonic() + PAUSE_S
-            self._failed(error, "read", self._reader)
-            return None
-        if raw is not None and now_s >= self._touch_at_s:
-            self._touch_at_s, self._touch = now_s + TOUCH_S, True
-            with self._wake:
-                self._start_writer()
+        if now_s >= self._touch_at_s:
+            self._touch_at_s = now_s + TOUCH_S
+            with suppress(OSError):
+                os.utime(self._own)
         return raw
-
-    def missing(self, indices: Sequence[int]) -> set[int]:
-        """Return which samples of a batch need not be looked for; none if the disk does not work, as `get` finds."""
-        # If it is time to look for the file, `get` finds out whether it is still there.
-        if self._process == os.getpid() and indices and self._unread_until_s <= time.monotonic() < self._look_at_s:
-            with suppress(sqlite3.Error, OSError):
-                return self._reader.missing(indices)
-        return set()
 
     def put(self, index: int, raw: bytes) -> None:
         """Store a raw sample some time later; if that cannot be, count it."""
         if self._process != os.getpid():
             self._begin()
-        many = self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES
-        if many or time.monotonic() < self._paused_until_s:
+        if self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES:
             self._memory.count("not_stored")
             return
-        with self._wake:
+        with self._idle:
             self._waiting.append((index, raw))
             self._waiting_bytes += len(raw)
             self._start_writer()
 
     def _start_writer(self) -> None:
         """Have a thread write what waits, unless one does; called with the lock."""
-        if not self._writing:
+        if self._waiting and not self._writing:
             self._writing = True
             threading.Thread(target=self._write_all, name="datacache", daemon=True).start()
-        elif self._waiting_bytes >= self._batch_bytes:
-            self._wake.notify_all()
+
+    def _write_all(self) -> None:
+        try:
+            while self._waiting:
+                index, raw = self._waiting.popleft()
+                self._waiting_bytes -= len(raw)
+                self._write(index, raw)
+        finally:
+            with self._idle:
+                self._writing = False
+                self._start_writer()  # for what was put meanwhile
+                self._idle.notify_all()
+
+    def _write(self, index: int, raw: bytes) -> None:
+        stored, paused = False, time.monotonic() < self._paused_until_s
+        try:
+            stored = not paused and self._store(index, raw)
+        except OSError as error:
+            self._failed(error, "write")
+        finally:
+            if not stored:
+                self._memory.count("not_stored")
+            if not stored and not paused:
+                self._paused_until_s = time.monotonic() + PAUSE_S
+
+    def _store(self, index: int, raw: bytes) -> bool:
+        """Write one sample; return whether there was room for it."""
+        path = self._path(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._seen = True
+        unfinished = self.folder / f"{os.getpid()}-{threading.get_ident()}{UNFINISHED}"
+        try:
+            unfinished.write_bytes(_checksum(index, raw) + raw)
+            with self._lock:
+                if path.exists():
+                    return True
+                excess_bytes = used_bytes(self.folder) + least_bound_bytes(len(raw)) - self.bound_bytes
+                if excess_bytes > 0 and self._evict(self._evictable(), excess_bytes) < excess_bytes:
+                    return False
+                self._add_used(stored_bytes(len(raw)))
+                unfinished.replace(path)
+                return True
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _add_used(self, size_bytes: int) -> None:
+        (self.folder / USED).write_text(str(used_bytes(self.folder) + size_bytes), encoding="ascii")
+
+    def _evictable(self) -> Iterator[Path]:
+        """Yield samples of datasets that no process has read for long, then those of this one that other nodes read."""
+        old_s = time.time() - KEPT_FOR_S
+        for used_s, folder in sorted((one.stat().st_mtime, one) for one in self.folder.iterdir()):
+            if used_s < old_s and folder.name.endswith(UNFINISHED):  # of a killed process
+                if not folder.name.startswith(f"{os.getpid()}-"):
+                    folder.unlink()
+            elif used_s < old_s and folder.is_dir() and folder != self._own:
+                yield from folder.glob("*/*")
+                shutil.rmtree(folder)
+        if self._owned is not None:
+            yield from (path for path in self._own.glob("*/*") if not self._owned[int(path.name)])
+
+    def _evict(self, paths: Iterator[Path] | list[Path], wanted_bytes: float = math.inf) -> int:
+        """Remove samples until so many bytes, and some more, are free; return how many are."""
+        freed_bytes = 0
+        with self._lock:
+            for path in paths:
+                freed_bytes += stored_bytes(path.stat().st_size - 4)
+                path.unlink()
+                if freed_bytes >= wanted_bytes + self.bound_bytes // 64:
+                    break
+            self._add_used(-freed_bytes)
+        return freed_bytes
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all that this process has put is on the disk, or given up; return False after the timeout."""
         if self._process != os.getpid():
             return True
-        with self._wake:
-            self._hurry = True
-            self._wake.notify_all()
-            done = self._wake.wait_for(lambda: not self._writing, timeout_s)
-            self._hurry = False
-            return done
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._writing, timeout_s)
 
-    def _write_all(self) -> None:
-        """Write what waits, one batch after the other, until nothing does."""
-        try:
-            while (batch := self._next_batch()) is not None:
-                self._write(batch)
-        except BaseException:
-            with self._wake:
-                self._writing = False
-                self._wake.notify_all()
-            raise
-
-    def _next_batch(self) -> list[tuple[int, bytes]] | None:
-        """Return the next samples to write in one transaction; None, and no thread writes any more, if none wait."""
-        with self._wake:
-            # A transaction costs as much as some samples, so it waits for a few.
-            self._wake.wait_for(lambda: self._hurry or self._waiting_bytes >= self._batch_bytes, LINGER_S)
-            batch: list[tuple[int, bytes]] = []
-            size_bytes = 0
-            while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= self._batch_bytes):
-                batch.append(self._waiting.popleft())
-                size_bytes += len(batch[-1][1])
-            self._waiting_bytes -= size_bytes
-            if not batch and not self._touch:
-                self._writing = False
-                self._wake.notify_all()
-                return None
-            self._touch = False
-            return batch
-
-    def _write(self, batch: list[tuple[int, bytes]]) -> None:
-        stored = 0
-        try:
-            if not self._writer.is_there():
-                self._writer.close()
-            with self._writer.opened():
-                if self._writer.read_only:
-                    self._warn_read_only()
-                else:
-                    stored = self._writer.put(batch)
-        except (sqlite3.Error, OSError) as error:
-            self._pause(len(batch))
-            self._failed(error, "write", self._writer)
-            return
-        if stored < len(batch):
-            self._pause(len(batch) - stored)
-
-    def _pause(self, not_stored: int) -> None:
-        """Count samples that were not stored, and write nothing for a while."""
-        self._memory.count("not_stored", not_stored)
-        self._paused_until_s = time.monotonic() + PAUSE_S
-
-    def _failed(self, error: Exception, doing: str, database: Database) -> None:
-        """Warn of what is wrong with the disk; a damaged file is made anew."""
-        name = getattr(error, "sqlite_errorname", "") or ""
-        if name.startswith(DAMAGED) or isinstance(error, sqlite3.NotSupportedError):
+    def _failed(self, error: OSError, doing: str) -> None:
+        """Warn of what is wrong with the disk."""
+        if doing == "write" and error.errno in READ_ONLY:
             self._warn(
-                "rebuilt", f"{database.path} is damaged ({error}); a new one is made, and filled again. Check the disk"
+                "read_only",
+                f"local_dir {self.folder}: cannot be written to; samples that are there are used, new ones are not "
+                f"stored. Make it writable, or name another directory",
             )
-            with suppress(OSError):  # a warning was given; the next try comes after a pause
-                database.remove()
-                self._unread_until_s = self._paused_until_s = 0.0
-        elif not database.path.exists() and database.read_only:
-            self._warn_read_only()
-        elif name == "SQLITE_FULL" or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        elif error.errno in FULL:
             self._warn(
                 "full",
                 f"local_dir {self.folder}: the disk is full; no more samples are stored, those that are there are "
@@ -223,16 +244,9 @@ class DiskStore:
         else:
             self._warn(
                 doing,
-                f"local_dir {self.folder}: cannot {doing} {FILE} ({error}); samples come from the storage. "
-                f"Check the disk and its permissions",
+                f"local_dir {self.folder}: cannot {doing} samples ({error}); they come from the storage. Check the "
+                f"disk and its permissions",
             )
-
-    def _warn_read_only(self) -> None:
-        self._warn(
-            "read_only",
-            f"local_dir {self.folder}: cannot be written to; samples that are there are used, new ones are not "
-            f"stored. Make it writable, or name another directory",
-        )
 
     def _warn(self, notice: str, text: str) -> None:
         """Give a warning, once on the node."""
@@ -241,37 +255,45 @@ class DiskStore:
 
     def compare(self, samples: Mapping[int, bytes]) -> None:
         """Throw the dataset's samples away if those that are stored are not what the storage has now."""
-        try:
-            stored = [(self._reader.get(index), raw) for index, raw in samples.items()]
-            if all(found is None or found == raw for found, raw in stored):
-                return
-            if self._reader.read_only:
-                self._unread_until_s = math.inf
-            else:
-                self._reader.forget()
-        except Damaged:
-            return  # found again when that sample is read
-        except (sqlite3.Error, OSError) as error:
-            self._failed(error, "read", self._reader)
+        if all(self.get(index) in (None, raw) for index, raw in samples.items()):
             return
+        try:
+            self._evict(self._own.glob("*/*"))
+        except OSError:  # it cannot be written to
+            self._unread_until_s = math.inf
         self._warn(
             "changed",
             f"local_dir {self.folder}: the dataset has changed since its samples were stored there under this "
             f"name; they are not used, and stored anew",
         )
 
-    def used_bytes(self) -> int:
-        """Return the size of the database and its log."""
-        return self._reader.size_bytes()
 
-    def close(self) -> None:
-        """Write what waits, and release the file."""
-        self.flush()
-        for database in (self._reader, self._writer):
-            try:
-                database.close()
-            except sqlite3.Error as error:
-                self._failed(error, "write", database)
+def used_bytes(folder: Path) -> int:
+    """Return the size of all samples in a cache's directory, in whole blocks."""
+    try:
+        return int((folder / USED).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # new, or cut off
+        return sum(stored_bytes(path.stat().st_size - 4) for path in folder.glob("*/*/*"))
+
+
+def stored_bytes(size_bytes: int) -> int:
+    """Return what a raw sample of this size takes on the disk."""
+    return -(-(size_bytes + 4) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def least_bound_bytes(size_bytes: int) -> int:
+    """Return the least bound under which one sample of this size is kept."""
+    return stored_bytes(size_bytes) + BLOCK_BYTES
+
+
+def existing(folder: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists."""
+    return next((one for one in (folder, *folder.parents) if one.exists()), folder)
+
+
+def _checksum(index: int, raw: bytes) -> bytes:
+    """Return CRC-32 over a sample's index and bytes: one that is found in another's place counts as damaged."""
+    return zlib.crc32(raw, zlib.crc32(index.to_bytes(8, "little"))).to_bytes(4, "little")
 
 
 def _flush(store: weakref.ref[DiskStore]) -> None:

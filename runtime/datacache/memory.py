@@ -24,7 +24,7 @@ COUNTERS = (
 )  # fmt: skip
 """Names of the counters; each process counts in a row of its own, reports add the rows up."""
 
-NOTICES = ("corrupted", "changed", "unstorable", "write", "read", "deleted", "read_only", "full", "rebuilt")
+NOTICES = ("corrupted", "changed", "unstorable", "write", "read", "deleted", "read_only", "full")
 """Names of the warnings that are given once on a node, by the process that meets them first."""
 
 _ROWS = 512
@@ -100,10 +100,6 @@ class NodeMemory:
         """Return a copy of the flat sample at a slot (uint8), or None."""
         begin = int(self._offsets[slot]) - 1
         return None if begin < 0 else self._arena[begin : begin + int(self._sizes[slot])].clone()
-
-    def holds(self, slot: int) -> bool:
-        """Return whether a slot has a sample."""
-        return bool(self._offsets[slot])
 
     def put(self, slot: int, flat: Tensor) -> None:
         """Store a flat sample if there is room for it; one that is there stays."""

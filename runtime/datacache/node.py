@@ -12,8 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from runtime.comm.world import World
-from runtime.datacache.database import Database, existing, least_bound_bytes
-from runtime.datacache.disk import DiskStore
+from runtime.datacache.disk import DiskStore, existing, least_bound_bytes, used_bytes
 from runtime.datacache.memory import NodeMemory, overhead_bytes
 from runtime.datacache.partition import Partition
 from runtime.datacache.samples import ALIGNMENT
@@ -77,7 +76,7 @@ def check_bytes(name: str, value: object) -> None:
 
 
 def check_folder(local_dir: object) -> Path:
-    """Return the cache's directory. Raises InputError: no path; a file; on a network, where SQLite's locks fail."""
+    """Return the cache's directory. Raises InputError: no path; a file; on a network, where locks fail."""
     folder = Path(checked_path(local_dir)).absolute()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"local_dir: {folder} is a file, expected a directory; name another one")
@@ -171,7 +170,7 @@ def _make(request: CacheRequest, source: Source, partition: Partition, node: int
     memory = NodeMemory.make(len(part) if request.memory_bytes else 0, request.memory_bytes)
     bound_bytes = request.disk_bytes
     if request.local_dir is not None and bound_bytes is None:  # what the files take now, and most of what is free
-        here = Database(request.local_dir, 0, "").size_bytes()
+        here = used_bytes(request.local_dir)
         bound_bytes = here + int(shutil.disk_usage(existing(request.local_dir)).free * (1.0 - FREE_SHARE))
     disk = _disk(request, bound_bytes, memory, partition.owned(node))
     if not request.probe or not (request.memory_bytes or disk or request.fetch):
@@ -190,7 +189,7 @@ def _make(request: CacheRequest, source: Source, partition: Partition, node: int
         if disk.bound_bytes < least:
             raise InputError(
                 f"disk_bytes: found {disk.bound_bytes}{'' if request.disk_bytes is not None else ' free'}, expected at "
-                f"least {least}: one raw sample has {raw_bytes} bytes, and the database needs some; give more, or no "
+                f"least {least}: one raw sample has {raw_bytes} bytes, in whole blocks; give more, or no "
                 f"local_dir to keep none on the disk"
             )
         disk.compare(found)
