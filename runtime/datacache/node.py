@@ -7,7 +7,7 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -144,7 +144,7 @@ def share(world: World, request: CacheRequest, source: Source, partition: Partit
     node = partition.node_of_rank[world.rank]
     first = partition.ranks_of(node)[0]
     made: NodeCaches | None = None
-    told: object = None
+    told: Any = None
     try:
         if world.rank == first:
             made = _make(request, source, partition, node)

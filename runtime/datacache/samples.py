@@ -39,7 +39,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 
 Form = Any
-"""How a part of a sample is built, as JSON: a number, a text or None itself, anything else a list, its kind first."""
+"""Recipe of a part of a sample, as JSON: a number, a text or None itself, anything else a list, its kind first."""
 
 
 class Unstorable(Exception):

@@ -33,7 +33,7 @@ from runtime.version import __version__
 ON_LOST = ("continue", "stop")
 
 MPS_PIPES = "/tmp/nvidia-mps"
-"""Where NVIDIA's Multi-Process Service listens, without which the kernels of several updaters take turns on a GPU."""
+"""Pipes of NVIDIA's Multi-Process Service, without which the kernels of several updaters alternate on a GPU."""
 
 LEAST_TIMEOUT_S = 120.0
 """An updater is taken for hung after half of it, and its first minibatch may have to read data."""
@@ -54,7 +54,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Need:
-    """What one rank tells the others."""
+    """The needs of one rank, sent to the others."""
 
     node: str
     updaters: int
@@ -170,9 +170,13 @@ def made(make: Callable[[], LocalJob]) -> LocalJob:
 
 
 def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) -> tuple[float, int | None]:
-    """One forward and backward in this process, after which the model is as it was: (seconds, memory that is this
-    process's alone, as an updater's will be, or None where that is not known). Raises InputError: backward cannot stop
-    at the plan's blocks.
+    """Run one forward and backward in this process, after which the model is as it was.
+
+    Returns:
+        Seconds, and the memory that is this process's alone, as an updater's will be; None if that is unknown.
+
+    Raises:
+        InputError: backward cannot stop at the plan's blocks.
     """
     with preserved(job.model):
         batch = batches_of(job, rank, Part(seed=seed))(0)

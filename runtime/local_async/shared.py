@@ -60,7 +60,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a model lie; equal for equal models."""
+    """Places of a model's tensors; equal for equal models."""
 
     slots: tuple[Slot, ...]
     flats: tuple[Flat, ...]
@@ -177,7 +177,7 @@ class SharedModel:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is not averaged."""
+        """Tensors that are not averaged."""
         return [
             self.memory[slot.start_bytes : slot.start_bytes + slot.size_bytes].view(slot.dtype)
             for slot in self.layout.slots
@@ -212,7 +212,7 @@ def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tens
 
 
 class Snapshots:
-    """What one updater computes gradients with: copies of the shared parameters, taken without a lock."""
+    """One updater's copies of the shared parameters, taken without a lock, to compute gradients with."""
 
     def __init__(self, shared: SharedModel) -> None:
         # Of the trained parameters alone: all else is used where it is.
