@@ -21,8 +21,9 @@ from runtime.datacache.fetching import Fetcher
 from runtime.datacache.node import CacheRequest, agree, check_bytes, check_folder, node_name, share
 from runtime.datacache.partition import Partition, numbered
 from runtime.datacache.sampler import CachedSampler
-from runtime.datacache.samples import STORABLE, Unstorable, unpack
+from runtime.datacache.samples import STORABLE, unpack
 from runtime.datacache.source import Source, identity, stored_as
+from runtime.datacache.unstorable import Unstorable
 from runtime.errors import CacheWarning, InputError, PlannerError
 from runtime.torch_compat import store_address
 

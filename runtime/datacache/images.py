@@ -21,7 +21,7 @@ from PIL.ImagePalette import ImagePalette
 from PIL.PngImagePlugin import iTXt
 from PIL.TiffImagePlugin import IFDRational
 
-from runtime.datacache.samples import Unstorable
+from runtime.datacache.unstorable import Unstorable
 
 Check = Callable[[Any, str], object]
 """(value, its name); raises Unstorable unless it is a plain value."""

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.datacache.unstorable import Unstorable
+
 ALIGNMENT = 64
 FORMAT = 4
 """Version of flat samples; others, which an earlier version of this package left on the disk, are not read."""
@@ -40,12 +42,6 @@ _DTYPES: dict[str, torch.dtype] = {
 
 Form = Any
 """Recipe of a part of a sample, as JSON: a number, a text or None itself, anything else a list, its kind first."""
-
-
-class Unstorable(Exception):
-    """A sample that no cache can hold; the text says which part of it, and of which type that is."""
-
-    sample: Any = None
 
 
 def pack(sample: Any) -> Tensor:

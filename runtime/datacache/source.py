@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from runtime.datacache.samples import FORMAT, STORABLE, Unstorable, from_bytes, pack
+from runtime.datacache.samples import FORMAT, STORABLE, from_bytes, pack
+from runtime.datacache.unstorable import Unstorable
 from runtime.errors import InputError
 
 PROBED = 4

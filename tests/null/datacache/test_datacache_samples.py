@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from runtime.datacache.samples import Unstorable, from_bytes, pack, unpack
+from runtime.datacache.samples import from_bytes, pack, unpack
+from runtime.datacache.unstorable import Unstorable
 
 
 class Pair(NamedTuple):
