@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from runtime.comm.shared_memory import available_bytes
 from runtime.comm.world import World
 from runtime.datacache import CachedDataset
-from runtime.datacache.memory import available_bytes, overhead_bytes
+from runtime.datacache.memory import overhead_bytes
 from runtime.datacache.node import node_name
 from runtime.datacache.samples import pack
 from runtime.errors import InputError

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
 from planner.documents.profile import ComputeProfile, Gradient
 from planner.profile.bench import Bench
+from runtime.comm.shared_memory import available_bytes
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
-from runtime.datacache.memory import available_bytes
 from runtime.errors import InputError
 from runtime.local_async import LocalJob, run_local_async
 from runtime.local_async.partial import partial_backward

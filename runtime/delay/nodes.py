@@ -102,10 +102,10 @@ class IntraNodeAllReduce:
 
 @dataclass(frozen=True, eq=False)
 class IntraNodeBroadcast:
-    """Weights that ranks with this rank's place own, on their way to the node's other ranks."""
+    """Weights that ranks with this rank's place own, sent to the node's other ranks."""
 
     whole: Tensor
-    """Becomes all weights. Shape (ranks · share,)."""
+    """Memory of all weights. Shape (ranks · share,)."""
     part: Tensor
     """Shape (node_share,)."""
 
