@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import runtime
+
 
 def _check_not_shadowed() -> None:
     """Refuse another `runtime` in the place of ours: `runtime` is a name that scripts give to files of their own.
@@ -13,8 +15,6 @@ def _check_not_shadowed() -> None:
     Raises:
         ImportError: names the file that hides the package.
     """
-    import runtime
-
     ours = Path(__file__).resolve().parents[1] / "runtime"
     found = runtime.__file__ or next(iter(runtime.__path__))
     if Path(found).resolve().parent != ours:

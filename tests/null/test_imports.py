@@ -28,6 +28,7 @@ DECIDING = (
     "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/fsdp2/*.py", "planner/decide/*.py", "planner/emit/*.py",
     "planner/export/*.py", "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py",
+    "planner/jobs/finding.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/debug.py",
     "runtime/plan/*.py",

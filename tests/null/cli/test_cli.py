@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from builders import cluster_document, usual_document, write
-from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli.app import main
 from planner.documents.text import pluralize
-from planner.report.tables import make_console, print_table
+from planner.report.listing import Listing, make_console, print_tables
 from runtime.plan import load_plan
 from runtime.version import __version__
 
@@ -94,9 +93,7 @@ def test_tab_completes_commands_strategies_and_names(typed: str, completed: list
 
 
 def test_what_goes_into_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table(title="title " * 60, caption="caption " * 60)
-    table.add_column("a" * 400)
-    print_table(make_console(), table)
+    print_tables(Listing("title " * 60, ["a" * 400], [], caption="caption " * 60))
     make_console().print("word " * 100)
     lines = capsys.readouterr().out.splitlines()
     assert ("title " * 60).strip() in lines[0]
