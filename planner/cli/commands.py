@@ -1,10 +1,10 @@
-"""The commands and their parameters, in the order of `planner --help`; those that several have are types or groups."""
+"""The commands and their parameters, in the order of `planner --help`; texts and groups of those that several have."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import MISSING, field
-from typing import Annotated
+from typing import Any
 
 import typer
 
@@ -23,52 +23,35 @@ STRATEGIES = "wfbp,single,mg_wfbp"
 """Strategies of a rehearsal, where none are named."""
 
 
-ProfileName = Annotated[
-    str,
-    typer.Argument(
-        help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).",
-        autocompletion=completed("models_beginning"),
-    ),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(
-        help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile.",
-        autocompletion=completed("clusters_beginning"),
-    ),
-]
-PlanFile = Annotated[str, typer.Argument(help="plan.json")]
-Job = Annotated[
-    str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
-]
-Parallel = Annotated[
-    str | None, typer.Option(help="fsdp2: for models whose weights are sharded by FSDP2 (planner.fully_shard).")
-]
-CompressBy = Annotated[
-    str | None,
-    typer.Option(
-        help="Lossy plans: wire (all elements in fewer bytes), lowrank (products in place of matrices), sparse (the "
-        "largest elements), several with commas between, all or none (default: wire)."
-    ),
-]
-MaxMemory = Annotated[
-    float | None,
-    typer.Option(
-        help="What each rank has for weights, gradients, the optimizer's state and activations; where that is too "
-        "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled)."
-    ),
-]
-Allow = Annotated[
-    str | None,
-    typer.Option(
-        help="Interfaces that plans may need besides DDP's, comma-separated: sharded-step, late-gather "
-        "(which implies it). Without, they are drop-in."
-    ),
-]
-Html = Annotated[str | None, typer.Option(help="Draw the comparison on one page.")]
-Accelerator = Annotated[
-    str | None, typer.Option("--accelerator", help="The cluster's, where it does not name it: a100, h100, ...")
-]
+PLAN = "plan.json"
+JOB = "path/to/file.py:name or package.module:name of a function that returns a TrainingJob."
+PARALLEL = "fsdp2: for models whose weights are sharded by FSDP2 (planner.fully_shard)."
+COMPRESS = (
+    "Lossy plans: wire (all elements in fewer bytes), lowrank (products in place of matrices), sparse (the "
+    "largest elements), several with commas between, all or none (default: wire)."
+)
+MAX_MEMORY = (
+    "What each rank has for weights, gradients, the optimizer's state and activations; where that is too "
+    "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled)."
+)
+ALLOW = (
+    "Interfaces that plans may need besides DDP's, comma-separated: sharded-step, late-gather "
+    "(which implies it). Without, they are drop-in."
+)
+PICTURE = "Draw the comparison on one page."
+ACCELERATOR = "The cluster's, where it does not name it: a100, h100, ..."
+
+
+def profile_argument() -> Any:
+    """Return the field of the profile to decide or predict for."""
+    text = "profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog)."
+    return argument(text, autocompletion=completed("models_beginning"))
+
+
+def cluster_option() -> Any:
+    """Return the field of the cluster to decide or predict for."""
+    text = "cluster.json, or a name (planner catalog); default: the cluster measured with the profile."
+    return option(text, autocompletion=completed("clusters_beginning"))
 
 
 @options
@@ -83,7 +66,7 @@ class Solving:
 class Lossy:
     """Options of plans that are not exact."""
 
-    compress: CompressBy = None
+    compress: str | None = option(COMPRESS)
     max_ratio: float | None = option(
         "Lossy plans: largest ratio of a layer's elements to those that are sent "
         "(default 1000; 250 for recurrent and embedding layers)."
@@ -122,7 +105,7 @@ class OnRanks(RankOptions):
 class Profile:
     """Trace a job and measure its step and the links between ranks."""
 
-    job: Job
+    job: str = argument(JOB)
     output: str | None = option(
         "Where to write the profile; default: profile.json, or that of --add-to.", None, "-o", "--output"
     )
@@ -133,7 +116,7 @@ class Profile:
     budget_s: float | None = option("Seconds that it may take beyond the first steps (default 60).")
     where: OnRanks
     updaters: int | None = option("Also measure up to this number of local updaters for relaxed plans.")
-    parallel: Parallel = None
+    parallel: str | None = option(PARALLEL)
 
     def __post_init__(self) -> None:
         for_fsdp2(self, ("--updaters", "--add-to", "--for"))
@@ -149,10 +132,10 @@ DECIDING = (
 class Optimize:
     """Decide how gradients are sent, and how far that is from optimal."""
 
-    profile: ProfileName
-    cluster: ClusterName = None
+    profile: str = profile_argument()
+    cluster: str | None = cluster_option()
     accuracy: str = option("exact, bounded or relaxed: the riskiest class of plan allowed.", "exact")
-    allow: Allow = None
+    allow: str | None = option(ALLOW)
     output: str = option("Where to write the plan.", "plan.json", "-o", "--output")
     passes: str = option(
         "The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify; delay, local_async.", DEFAULT_PASSES
@@ -160,9 +143,9 @@ class Optimize:
     print_after: str | None = option("Print the schedule after this pass, or after all.")
     solving: Solving
     lossy: Lossy
-    max_memory_mib: MaxMemory = None
+    max_memory_mib: float | None = option(MAX_MEMORY)
     from_schedule: str | None = option("Decide nothing: plan the schedule in this file, as --print-after prints it.")
-    parallel: Parallel = None
+    parallel: str | None = option(PARALLEL)
 
     def __post_init__(self) -> None:
         for_fsdp2(self, ("--allow", *DECIDING, "--from-schedule"))
@@ -185,8 +168,8 @@ class Changes:
 class Simulate:
     """Predict strategies on a cluster."""
 
-    profile: ProfileName
-    cluster: ClusterName = None
+    profile: str = profile_argument()
+    cluster: str | None = cluster_option()
     strategy: str | None = option(
         "Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
         "optimal:sharded-step, optimal:late-gather, dear, megatron; lossy ones: joint, joint:MAX_RATIO; "
@@ -204,12 +187,12 @@ class Simulate:
 class Advise:
     """Say what to use for a model on a cluster, and why."""
 
-    profile: ProfileName
-    cluster: ClusterName = None
+    profile: str = profile_argument()
+    cluster: str | None = cluster_option()
     ranks: int | None = option("Number of ranks; default: the cluster's.")
-    max_memory_mib: MaxMemory = None
+    max_memory_mib: float | None = option(MAX_MEMORY)
     accuracy: str = option("exact, or bounded: may messages lose digits?", "exact")
-    accelerator: Accelerator = None
+    accelerator: str | None = option(ACCELERATOR)
 
 
 @options
@@ -233,7 +216,7 @@ class Sweep:
     ranks: str | None = option("Numbers of ranks, comma-separated; default: 8 to 16384, and the cluster's own.")
     disturbances: Disturbances
     html: str | None = option("Write a page with curves here that needs no network.")
-    accelerator: Accelerator = None
+    accelerator: str | None = option(ACCELERATOR)
 
 
 @command(app, "planner.cli.reading", "catalog")
@@ -254,7 +237,7 @@ app.add_typer(models, name="model")
 class Explain:
     """Say why a plan is what it is: a table, a trace, a page."""
 
-    plan: PlanFile
+    plan: str = argument(PLAN)
     trace: str | None = option("Write Chrome trace events here, for ui.perfetto.dev or chrome://tracing.")
     html: str | None = option("Write a page here that needs no network.")
     measured: str | None = option("A step measured with this plan (`session.report().save(...)`), to draw, too.")
@@ -267,7 +250,7 @@ class Diff:
     Exit status 0: they execute the same; 1: they do not.
     """
 
-    first: PlanFile
+    first: str = argument(PLAN)
     second: str = argument("Another one.")
 
 
@@ -279,10 +262,10 @@ class Export:
     it costs.
     """
 
-    plan: PlanFile
+    plan: str = argument(PLAN)
     to: str = option("ddp, ddp-hook, inductor or nccl-tuner.", MISSING)
     profile: str | None = option("The plan's profile: checks buckets, and reports what is lost, in ms.")
-    cluster: ClusterName = None
+    cluster: str | None = cluster_option()
     output: str | None = option("Where to write; default: print it.", None, "-o", "--output")
 
 
@@ -290,7 +273,7 @@ class Export:
 class Run:
     """Train a job with a plan, or with plain DDP."""
 
-    job: Job
+    job: str = argument(JOB)
     plan: str | None = option("plan.json; without one the job trains with plain DDP.")
     steps: int = option("Steps to train.", 20)
     where: OnRanks
@@ -317,10 +300,10 @@ class Compare:
     )
     steps: int = option("Measured steps of each variant.", 25)
     rounds: int | None = option("Rounds that these steps are spread over; default: 5, or as many as steps.")
-    html: Html = None
+    html: str | None = option(PICTURE)
     where: OnRanks
     arguments: list[str] | None = argument("Of a script: its own arguments.", None, metavar="[-- ARGUMENTS]")
-    parallel: Parallel = None
+    parallel: str | None = option(PARALLEL)
 
     def __post_init__(self) -> None:
         for_fsdp2(self, ("--strategy", "--html", "ARGUMENTS"))
@@ -333,21 +316,21 @@ class Rehearse:
     Compute is waited for; all times are shown as on the cluster itself. Needs root.
     """
 
-    profile: ProfileName
-    cluster: ClusterName = None
+    profile: str = profile_argument()
+    cluster: str | None = cluster_option()
     hosts: str | None = option("HOSTSxRANKS to emulate, for example 8x1 or 4x2; default: the cluster's.")
     strategy: str = option(
         "Strategies to compare as well, by name.", STRATEGIES, autocompletion=completed("strategies_beginning")
     )
     accuracy: str = option("exact, bounded or relaxed: the riskiest class of plan.", "exact")
-    allow: Allow = None
-    compress: CompressBy = None
+    allow: str | None = option(ALLOW)
+    compress: str | None = option(COMPRESS)
     minutes: float = option("What it may take in all.", 10.0)
     dilate: float | None = option("Times are multiplied by this; default: chosen.")
     shrink: float | None = option("Bytes are divided by this; default: chosen.")
-    html: Html = None
-    max_memory_mib: MaxMemory = None
-    parallel: Parallel = None
+    html: str | None = option(PICTURE)
+    max_memory_mib: float | None = option(MAX_MEMORY)
+    parallel: str | None = option(PARALLEL)
     started_s: float = field(init=False, default_factory=time.time)
     """When the command began, in seconds: what it needs is imported within its minutes."""
 
