@@ -45,16 +45,13 @@ def _spelled(parameter: typer.CallbackParam, value: str | None) -> str | None:
     return spelled
 
 
-_FIELDS = (option, argument, rate_option, field)
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=_FIELDS)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, argument, rate_option, field))
 def options(record: type[Record]) -> type[Record]:
     """Make a class a record of parameters."""
     return dataclass(frozen=True, kw_only=True)(record)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=_FIELDS)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, argument, rate_option, field))
 def command(
     app: typer.Typer, module: str, function: str, *, name: str | None = None
 ) -> Callable[[type[Record]], type[Record]]:

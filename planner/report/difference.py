@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize, sanitize
 from planner.report.listing import Listing, make_console, print_tables
 from planner.report.tables import SHOWN_BUCKETS
 from runtime.plan import Plan, PlanBucket, load_plan
-from runtime.plan.executed import executed_part, spelled_options
+from runtime.plan.executed import FOR_READERS, executed_part, spelled_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,18 @@ def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
         yield from _rows([{"fallback": first.fallback and "one"}], [{"fallback": second.fallback and "one"}])
 
 
+_SHOWN_APART = FOR_READERS | {
+    "schema", "model", "world", "accuracy", "interface", "buckets", "fallback", "phase_order", "updates"
+}  # fmt: skip
+"""Fields of a plan that are no record with the options of a mode."""
+
+
 def _options(plan: Plan) -> Iterator[Mapping[str, Any]]:
     """Yield what a plan says of its execution besides buckets, by name, in groups."""
     named = {"model": plan.model.fingerprint, **vars(plan.world)}
     yield named | {"accuracy": plan.accuracy, "interface": plan.interface}
+    records = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in _SHOWN_APART}
     updates = plan.updates
-    records = {"delay": plan.delay, "local_async": plan.local_async, "fsdp2": plan.fsdp2}
     records |= {"updates.norms": updates and updates.norms, "updates.step": updates and updates.step}
     for prefix, record in records.items():
         yield {f"{prefix}.{name}": value for name, value in vars(record).items()} if record else {}

@@ -47,8 +47,8 @@ def test_what_a_fragment_is(text: str, function: bool, field: bool) -> None:
     assert is_fragment(text, ast.Expr(ast.Constant(text))) == field
 
 
-ENTRIES = frozenset({"planner.__main__", "planner.integrations.lightning", "planner.integrations.transformers"})
-"""Modules that scripts import, and no module of ours."""
+ENTRIES = ("planner.__main__", "planner.integrations.")
+"""Beginnings of the names of modules that scripts import, and no module of ours."""
 
 FOR_USERS = {
     "parse_schedule": "reads what `str` of a schedule prints",
@@ -63,7 +63,7 @@ FOR_USERS = {
 
 
 def test_every_module_is_imported_by_another_one() -> None:
-    used = set(ENTRIES)
+    used = {name for name in sources() if name.startswith(ENTRIES)}
     for name, (_, tree) in sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
