@@ -18,7 +18,7 @@ clusters = typer.Typer(no_args_is_help=True, help="Write a cluster.json.")
 models = typer.Typer(no_args_is_help=True, help="Write a profile.json of a model that was not measured.")
 
 MAX_STEPS = 10**9
-"""More steps than anybody waits for."""
+"""Largest number of steps."""
 STRATEGIES = "wfbp,single,mg_wfbp"
 """Strategies of a rehearsal, where none are named."""
 
@@ -97,7 +97,7 @@ class OnRanks(RankOptions):
 
     @property
     def are_open(self) -> bool:
-        """Whether neither the number of ranks nor an emulated cluster is given."""
+        """Return whether neither the number of ranks nor an emulated cluster is given."""
         return self.ranks is None and self.emulate is None
 
 
@@ -332,7 +332,7 @@ class Rehearse:
     max_memory_mib: float | None = option(MAX_MEMORY)
     parallel: str | None = option(PARALLEL)
     started_s: float = field(init=False, default_factory=time.time)
-    """When the command began, in seconds: what it needs is imported within its minutes."""
+    """Start of the command, in seconds: what it needs is imported within its minutes."""
 
     def __post_init__(self) -> None:
         wrapped = for_fsdp2(self, ("--strategy", "--accuracy", "--allow", "--compress", "--html"))

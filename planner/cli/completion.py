@@ -1,4 +1,4 @@
-"""What a shell completes parameters by."""
+"""Completion of parameters in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands have in common: how they are declared, the global flags, and how results are printed.
+"""Common parts of commands: how they are declared, the global flags, and how results are printed.
 
 A command is a frozen record: its docstring is the help text, its fields are the parameters, records among them are
 groups of parameters. The work is done by a function of another module, which is imported when the command runs: help

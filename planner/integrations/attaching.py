@@ -1,4 +1,4 @@
-"""How every framework attaches a model: what scripts tell DDP through it becomes arguments of `planner.attach`."""
+"""Attaching for all frameworks: what scripts pass to DDP through them becomes arguments of `planner.attach`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def attach_arguments(given: Mapping[str, object], where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """What a framework's class takes for `planner.attach`, whose arguments these are."""
+    """Arguments of `planner.attach` that a framework's class takes."""
 
     plan: Plan | str | Path | None = None
     accuracy: Accuracy | None = None
@@ -125,7 +125,7 @@ def session_of(model: nn.Module) -> PlannedSession | None:
 
 @contextmanager
 def whole_states(sessions: Iterable[PlannedSession]) -> Iterator[None]:
-    """Inside, `state_dict()` of models and optimizers are what a checkpoint needs; all ranks call this."""
+    """Make `state_dict()` of models and optimizers what a checkpoint needs; all ranks call this."""
     with ExitStack() as stack:
         for session in sessions:
             if session.is_attached:

@@ -41,7 +41,7 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         told = {name: value for name, value in keywords.items() if name not in own}
         self._arguments = attach_arguments(told, type(self).__name__)
         self.session: PlannedSession | None = None
-        """That of the last `fit`, which is detached at its end."""
+        """Session of the last `fit`, which is detached at its end."""
 
     def configure_ddp(self) -> None:
         """Leave the model plain."""
@@ -70,7 +70,7 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         return nullcontext() if self.session is None else self.session.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """See `Strategy.lightning_module_state_dict`."""
+        """Return the module's state; see `Strategy.lightning_module_state_dict`."""
         return model_state(self.session, super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

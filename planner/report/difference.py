@@ -24,16 +24,16 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What `planner diff` reports."""
+    """Report of `planner diff`."""
 
     executed: tuple[Row, ...]
-    """What the plans do differently; none where they train the same way."""
+    """Differences in execution; none if the plans train the same way."""
     predicted: tuple[Row, ...]
     """Predictions, and where numbers came from, as far as they are not equal."""
 
     @property
     def same(self) -> bool:
-        """Whether both plans execute the same."""
+        """Return whether both plans execute the same."""
         return not self.executed
 
     def to_document(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ FAR_APART = 4.0
 """Steps that differ by more than this factor are drawn on a logarithmic axis."""
 
 BASIS = {"measured": "circle", "formula": "square-open", "extrapolated": "circle-open"}
-"""Where a point's costs come from → its mark."""
+"""Source of a point's costs → its mark."""
 
 
 def shorten(name: str, width: int) -> str:

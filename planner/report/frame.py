@@ -1,4 +1,4 @@
-"""What every page has: its style and script, tables, figures, and where numbers came from; nothing is fetched."""
+"""Frame of all pages: style and script, tables, figures, and sources of the numbers; nothing is fetched."""
 
 from __future__ import annotations
 

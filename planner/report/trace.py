@@ -63,7 +63,7 @@ def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str
 
 
 def trace_text(plan: Plan, measured: MeasuredStep | None = None) -> str:
-    """The trace file, one event a line."""
+    """Return the text of the trace file, one event a line."""
     document = trace_document(plan, measured)
     events = ",\n".join(_json(event) for event in document.pop("traceEvents"))
     return f'{{"traceEvents": [\n{events}\n],\n{_json(document)[1:]}\n'
@@ -74,7 +74,7 @@ def _json(value: Any) -> str:
 
 
 def _lanes(tasks: Sequence[Task]) -> list[tuple[str, list[Task]]]:
-    """(thread, tasks) per resource, compute first. Tasks of a resource that overlap, as medians may, get a thread more.
+    """Return (thread, tasks) per resource, compute first; tasks of a resource that overlap have a thread more.
 
     Events of one thread have to follow one another or lie inside each other.
     """

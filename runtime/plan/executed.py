@@ -42,7 +42,7 @@ def executed_part(plan: Plan) -> Plan:
     order = plan.phase_order
     if order is not None and list(order) == sorted(order, key=lambda entry: (sum(entry), entry[0])):
         order = None
-    without = {each.name: each.default for each in fields(plan) if each.name in FOR_READERS}
+    without: dict[str, Any] = {each.name: each.default for each in fields(plan) if each.name in FOR_READERS}
     return replace(
         plan,
         **without,
