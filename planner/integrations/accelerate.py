@@ -75,7 +75,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def sessions(self) -> list[PlannedSession]:
-        """Return the sessions of models in the order of `prepare`, since `free_memory`; `end_training` detaches them."""
+        """Return the sessions of models in the order of `prepare` since `free_memory`; `end_training` detaches them."""
         found: list[PlannedSession] = self.__dict__.setdefault("_sessions", [])
         return found
 

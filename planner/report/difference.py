@@ -105,25 +105,20 @@ def _bucket_rows(first: Sequence[PlanBucket], second: Sequence[PlanBucket]) -> I
     """Yield a row for each smallest set of gradients that both plans have in buckets of their own, if those differ."""
     if first == second:
         return
-    order = dict.fromkeys(name for bucket in (*first, *second) for name in bucket.gradients)
-    owner = {name: name for name in order}
-
-    def find(name: str) -> str:
-        while owner[name] != name:
-            owner[name] = owner[owner[name]]
-            name = owner[name]
-        return name
-
+    group = {name: [name] for bucket in (*first, *second) for name in bucket.gradients}
     for bucket in (*first, *second):
-        for name in bucket.gradients[1:]:
-            owner[find(name)] = find(bucket.gradients[0])
-    sides: dict[str, tuple[list[PlanBucket], list[PlanBucket]]] = {find(name): ([], []) for name in order}
-    members: dict[str, list[str]] = {root: [] for root in sides}
-    for name in order:
-        members[find(name)].append(name)
+        for name in bucket.gradients:
+            smaller, larger = sorted((group[bucket.gradients[0]], group[name]), key=len)
+            if smaller is not larger:
+                larger += smaller
+                group |= dict.fromkeys(smaller, larger)
+    members: dict[int, list[str]] = {}
+    for name, names in group.items():
+        members.setdefault(id(names), []).append(name)
+    sides: dict[int, tuple[list[PlanBucket], list[PlanBucket]]] = {root: ([], []) for root in members}
     for side, buckets in enumerate((first, second)):
         for bucket in buckets:
-            sides[find(bucket.gradients[0])][side].append(bucket)
+            sides[id(group[bucket.gradients[0]])][side].append(bucket)
     odd = {root: pair for root, pair in sides.items() if pair[0] != pair[1]}
     for root, (left, right) in odd.items():
         names = members[root]

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from planner.documents.text import milliseconds
+from runtime.plan import Plan
+from runtime.plan.measured import MeasuredStep
+from runtime.plan.predicted import Prediction
+
 UNWRAPPED = 100_000
 """Width in characters of output into a pipe or a file: more than any table or line has."""
 
@@ -48,3 +53,29 @@ def print_tables(*tables: Listing, console: Console | None = None) -> None:
         for part, style in ((listing.title, "table.title"), (table, None), (listing.caption, "table.caption")):
             if part != "":
                 console.print(part, style=style, highlight=False)
+
+
+def step_rows(plan: Plan, name: str, count: int, measured: MeasuredStep | None = None) -> list[tuple[str, ...]]:
+    """Return a row for the plan, a step measured with it, and its baselines from fast to slow.
+
+    Args:
+        plan: the plan.
+        name: what the plan is called.
+        count: its number of messages.
+        measured: a step of it.
+    """
+    planned, baselines = plan.predicted, sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
+    rows: list[tuple[str, int | None, Prediction | MeasuredStep]] = [(name, count, planned)] if planned else []
+    rows += [("plan, measured", count, measured)] if measured else []
+    rows += [(other, prediction.buckets, prediction) for other, prediction in baselines]
+    base_us = planned.iteration_us if planned else 0.0
+    return [
+        (
+            called,
+            "" if buckets is None else str(buckets),
+            milliseconds(step.iteration_us),
+            milliseconds(step.exposed_us),
+            f"{step.iteration_us / base_us:.3f}" if base_us > 0.0 else "",
+        )
+        for called, buckets, step in rows
+    ]

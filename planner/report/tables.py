@@ -25,12 +25,11 @@ from planner.documents.text import (
 from planner.model.codecs import BY_NAME, LOSSY
 from planner.model.modes import describe
 from planner.report.fsdp2_tables import wrapping_lines, wrapping_listings
-from planner.report.listing import Listing, print_tables
+from planner.report.listing import Listing, print_tables, step_rows
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
 from runtime.plan.measured import MeasuredStep
-from runtime.plan.predicted import Prediction
 
 SHOWN_BUCKETS = 1000
 """Largest number of rows on the terminal."""
@@ -50,24 +49,7 @@ SUMMARY = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
 
 def summary_rows(plan: Plan, measured: MeasuredStep | None = None) -> list[tuple[str, ...]]:
     """Return a row for the plan, a step measured with it, and its baselines from fast to slow."""
-    planned, count = plan.predicted, len(plan.buckets)
-    rows: list[tuple[str, int | None, Prediction | MeasuredStep]] = (
-        [(plan_kind(plan), count, planned)] if planned else []
-    )
-    rows += [("plan, measured", count, measured)] if measured else []
-    baselines = sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
-    rows += [(name, prediction.buckets, prediction) for name, prediction in baselines]
-    base_us = planned.iteration_us if planned else 0.0
-    return [
-        (
-            name,
-            "" if buckets is None else str(buckets),
-            milliseconds(step.iteration_us),
-            milliseconds(step.exposed_us),
-            f"{step.iteration_us / base_us:.3f}" if base_us > 0.0 else "",
-        )
-        for name, buckets, step in rows
-    ]
+    return step_rows(plan, plan_kind(plan), len(plan.buckets), measured)
 
 
 def plan_kind(plan: Plan) -> str:
