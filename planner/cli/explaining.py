@@ -20,10 +20,7 @@ def explain(asked: Explain) -> None:
     loaded = files.explain(asked.plan, asked.measured, outputs)
     if printed_json(loaded.to_document):
         return
-    console = make_console()
-    print_plan(loaded, console, buckets=True)
-    for path in outputs.values():
-        console.print(f"wrote {path}", highlight=False)
+    print_plan(loaded, make_console(), buckets=True, more=[f"wrote {path}" for path in outputs.values()])
 
 
 def diff(asked: Diff) -> None:

@@ -25,26 +25,17 @@ from runtime.plan import Plan
 def optimize(asked: Optimize) -> None:
     """Make a plan, save it and print it."""
     check_writable(asked.output, asked.profile, asked.cluster, asked.from_schedule)
-    plan = _wrapping(asked) if asked.parallel else _buckets(asked)
+    common: dict[str, Any] = {
+        name: getattr(asked, name) for name in ("profile", "cluster", "accuracy", "max_memory_mib")
+    }
+    plan = optimize_wrapping(WrappingRequest(**common)) if asked.parallel else _buckets(asked, common)
     plan.save(asked.output)
-    if printed_json(plan.to_document):
-        return
-    console = make_console()
-    print_plan(plan, console, buckets=False)
-    for line in (*_accuracy_lines(asked, plan), f"wrote {asked.output}; see `planner explain {asked.output}`"):
-        console.print(line, highlight=False)
+    if not printed_json(plan.to_document):
+        wrote = f"wrote {asked.output}; see `planner explain {asked.output}`"
+        print_plan(plan, make_console(), buckets=False, more=(*_accuracy_lines(asked, plan), wrote))
 
 
-def _wrapping(asked: Optimize) -> Plan:
-    accuracy: Any = asked.accuracy
-    return optimize_wrapping(
-        WrappingRequest(
-            profile=asked.profile, cluster=asked.cluster, accuracy=accuracy, max_memory_mib=asked.max_memory_mib
-        )
-    )
-
-
-def _buckets(asked: Optimize) -> Plan:
+def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:
     shown = asked.print_after
     if shown is not None and shown not in ("all", *PASSES):
         raise InputError(f"--print-after: found {shown!r}, expected all or one of: {', '.join(sorted(PASSES))}")
@@ -53,23 +44,16 @@ def _buckets(asked: Optimize) -> Plan:
         if shown in ("all", name):
             typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
 
-    accuracy: Any = asked.accuracy
-    common: dict[str, Any] = {
-        "accuracy": accuracy,
-        "allow": () if asked.allow is None else split_items("--allow", asked.allow),
-        "max_memory_mib": asked.max_memory_mib,
-    }
+    allow = () if asked.allow is None else split_items("--allow", asked.allow)
     if asked.from_schedule is not None:
         given = chosen(asked)
         for option in (option for option in (*DECIDING, "--max-rank") if option in given):
             raise InputError(
                 f"{option}: found {given[option]}, which is about deciding, with --from-schedule; leave one of them out"
             )
-        return optimize_given(asked.profile, asked.cluster, asked.from_schedule, **common)
-    plan = optimize_profile(
-        asked.profile, asked.cluster, passes=asked.passes, after_pass=after_pass, **vars(asked.solving),
-        **vars(asked.lossy), **common,
-    )  # fmt: skip
+        return optimize_given(path=asked.from_schedule, allow=allow, **common)
+    options = {**vars(asked.solving), **vars(asked.lossy), **common}
+    plan = optimize_profile(passes=asked.passes, after_pass=after_pass, allow=allow, **options)
     if asked.solving.solver == "cpsat" and plan.sharded:
         typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
     return plan

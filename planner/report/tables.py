@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -216,8 +216,8 @@ def _updaters_table(plan: Plan) -> Listing:
     return Listing("speed over local updaters: a rank's time for a minibatch", columns, rows)
 
 
-def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
-    """Print summary, certificate and notes; with `buckets` also the table of buckets and the sources of the numbers."""
+def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[str] = ()) -> None:
+    """Print summary, certificate and notes, and `more` lines; with `buckets` also the table of buckets and sources."""
     if plan.fsdp2 is not None:
         tables = list(wrapping_listings(plan, plan.fsdp2, groups=buckets))
         said = wrapping_lines(plan, plan.fsdp2)
@@ -234,7 +234,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
         lines += loading_lines(plan)
         sources = (plan.sources or {}).items()
         lines += [f"{sanitize(name)}: {sanitize(text, SENTENCE_CHARACTERS)}" for name, text in sources]
-    for line in lines:
+    for line in (*lines, *more):
         console.print(line, highlight=False)
 
 
