@@ -112,6 +112,7 @@ def test_deciding_from_end_to_end_is_light(tmp_path: Path) -> None:
         ["optimize", "p.json", "--parallel", "fsdp2", "-o", "fsdp2.json"],
         ["explain", "fsdp2.json"],
         ["--help"],
+        *([name, "--help"] for name in ("profile", "run", "compare", "rehearse", "demo", "doctor")),
     ]
     assert loaded_after(RUN.format(calls=calls), tmp_path) == []
     assert (tmp_path / "plan.json").is_file()
