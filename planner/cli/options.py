@@ -83,12 +83,13 @@ def command(
 def _parameters(record: Any) -> Iterator[Parameter]:
     hints = get_type_hints(record)
     for each in (each for each in fields(record) if each.init):
-        if is_dataclass(hints[each.name]):
-            yield from _parameters(hints[each.name])
-        else:
-            default = Parameter.empty if each.default is MISSING else each.default
-            hint = Annotated[hints[each.name], each.metadata["typer"]]
-            yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        hint = hints[each.name]
+        if is_dataclass(hint):
+            yield from _parameters(hint)
+            continue
+        hint = Annotated[hint, each.metadata["typer"]]
+        default = Parameter.empty if each.default is MISSING else each.default
+        yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _filled(record: Any, given: Mapping[str, Any]) -> Any:

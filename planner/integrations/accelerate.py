@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from planner.integrations import check_version
 from planner.integrations.attaching import (
     Options,
     attach_arguments,
+    check_version,
     detach,
     model_state,
     session_of,

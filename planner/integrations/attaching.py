@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,8 +16,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.online.attach import PlannedSession, attach
-from runtime.errors import InputError
+from runtime.errors import EnvironmentFailure, InputError
 from runtime.plan import Accuracy, Plan
+
+
+def check_version(package: str, found: str, needed: str) -> None:
+    """Raise EnvironmentFailure where a framework is older than what this was made for."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+
+    if numbers(found) < numbers(needed):
+        raise EnvironmentFailure(
+            f"{package}: found version {found}, expected {needed} or newer: pip install '{package}>={needed}'"
+        )
+
 
 COUNTERPARTS: Mapping[str, str] = {
     "broadcast_buffers": "broadcast_buffers", "init_sync": "sync", "process_group": "process_group"

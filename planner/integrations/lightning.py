@@ -13,8 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from planner.integrations import check_version
-from planner.integrations.attaching import REFUSED, Options, attach_arguments, detach, model_state
+from planner.integrations.attaching import REFUSED, Options, attach_arguments, check_version, detach, model_state
 from planner.online.attach import PlannedSession
 from runtime.plan import Accuracy, Plan
 
