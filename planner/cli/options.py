@@ -68,7 +68,8 @@ def command(
         record = options(record)
 
         def run(**given: Any) -> None:
-            getattr(import_module(module), function)(_filled(record, given))
+            asked = _filled(record, given)  # raises what is wrong with options before anything is imported
+            getattr(import_module(module), function)(asked)
 
         parameters = list(_parameters(record))
         run.__doc__ = record.__doc__
