@@ -65,29 +65,27 @@ __all__ = [
     "simulate",
 ]  # fmt: skip
 
-_MODULES = {
-    "planner.comparison.report": "Comparison",
-    "planner.comparison.script": "compare",
-    "planner.decide.optimize": "optimize",
-    "planner.decide.simulate": "Simulation simulate",
-    "planner.documents.profile": "Cluster Profile load_cluster load_profile",
-    "planner.jobs.job": "TrainingJob",
-    "planner.jobs.replanning": "replan",
-    "planner.online.attach": "attach",
-    "planner.profile.step": "profile_step",
-    "runtime.datacache": "CacheStats CachedDataset CachedSampler RawDataset",
-    "runtime.fully_sharded.wrap": "fully_shard",
-    "runtime.local_async": "LocalJob LocalReport LocalRun PartSampler run_local_async",
-    "runtime.optimizers": "LAMB LARS",
-    "runtime.optimizers.pto": "parallel_tensor_op",
-    "runtime.plan": "Plan load_plan parse_plan",
-    "runtime.session.report": "Report",
-    "runtime.session.session": "Session",
+_NAMES = {
+    "planner.comparison.report": ("Comparison",),
+    "planner.comparison.script": ("compare",),
+    "planner.decide.optimize": ("optimize",),
+    "planner.decide.simulate": ("Simulation", "simulate"),
+    "planner.documents.profile": ("Cluster", "Profile", "load_cluster", "load_profile"),
+    "planner.jobs.job": ("TrainingJob",),
+    "planner.jobs.replanning": ("replan",),
+    "planner.online.attach": ("attach",),
+    "planner.profile.step": ("profile_step",),
+    "runtime.datacache": ("CacheStats", "CachedDataset", "CachedSampler", "RawDataset"),
+    "runtime.fully_sharded.wrap": ("fully_shard",),
+    "runtime.local_async": ("LocalJob", "LocalReport", "LocalRun", "PartSampler", "run_local_async"),
+    "runtime.optimizers": ("LAMB", "LARS"),
+    "runtime.optimizers.pto": ("parallel_tensor_op",),
+    "runtime.plan": ("Plan", "load_plan", "parse_plan"),
+    "runtime.session.report": ("Report",),
+    "runtime.session.session": ("Session",),
 }
-"""Names by the module that has them, which is imported when one is first used: deciding needs no torch, training no
-planning."""
-
-_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
+"""Module → names that are imported from it when they are asked for: deciding needs no torch, training no planning."""
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from planner.comparison.same import judge_training
 from planner.comparison.statistics import Interval, hidden_share, median_interval, ratio_interval, step_values, verdict
 from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
+from planner.report.listing import Listing
 from runtime.monitor.verdict import cause_of_error
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from planner.comparison.measure import Measured
 
 
@@ -148,8 +148,6 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the cause of wrong predictions, the table, verdicts, what does not work, and what trains otherwise."""
-        from rich.console import Console
-
         console = Console(width=160, markup=False, emoji=False, force_terminal=False)
         with console.capture() as table:
             console.print(comparison_table(self))
@@ -247,16 +245,12 @@ def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) ->
     return lines
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Make a table for the terminal."""
-    from planner.report.tables import make_table
-
+def comparison_table(comparison: Comparison) -> Listing:
+    """Return the table for the terminal."""
     kind = comparison.rows[0]
-    table = make_table(comparison.heading, kind.COLUMNS, left=kind.LEFT)
-    for row in sorted(comparison.rows, key=lambda row: row.place):
-        cells = row.cells()
-        table.add_row(*(cells.get(column, "") for column in row.COLUMNS))
-    return table
+    ordered = [row.cells() for row in sorted(comparison.rows, key=lambda row: row.place)]
+    rows = [[cells.get(column, "") for column in kind.COLUMNS] for cells in ordered]
+    return Listing(comparison.heading, kind.COLUMNS, rows, kind.LEFT)
 
 
 def failures(comparison: Comparison) -> list[str]:

@@ -20,8 +20,9 @@ from planner.online.opening import Opener, Opening, warn_unused
 from planner.online.pilot import Pilot
 from planner.profile.step import joined
 from planner.report.accumulation import per_optimizer_step
+from planner.report.listing import make_console
 from planner.report.page import page_text
-from planner.report.tables import make_console, print_plan
+from planner.report.tables import print_plan
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World, deadlines
 from runtime.core.options import AttachOptions

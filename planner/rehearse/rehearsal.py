@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
-
 from planner.comparison.report import ERROR, INTERVAL, PREDICTED, STEP, Comparison
 from planner.documents.text import mebibytes, milliseconds
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -21,7 +19,7 @@ from planner.rehearse.bucketed_ranks import BucketRehearser
 from planner.rehearse.ranks import Rehearsed, Rehearser, rehearse_rank
 from planner.rehearse.scale import Scale
 from planner.rehearse.wrapped_ranks import WrappingRehearser
-from planner.report.tables import make_table
+from planner.report.listing import Listing
 from planner.testbed.hosts import check_namespaces
 
 REHEARSERS: Mapping[type[Asked], type[Rehearser[Any, Any]]] = {
@@ -105,14 +103,15 @@ def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:
     )  # fmt: skip
 
 
-def rehearsal_table(found: Rehearsal) -> Table:
+def rehearsal_table(found: Rehearsal) -> Listing:
     """Return the table for the terminal, fastest first."""
     title = f"{found.title}; {found.comparison.steps} steps each in {found.comparison.rounds} interleaved rounds"
-    table = make_table(title, (*COLUMNS, *found.asked.COLUMNS), left=found.asked.LEFT)
+    columns = (*COLUMNS, *found.asked.COLUMNS)
     rows = [row for row in found.comparison.rows if row.median_us is not None and row.equal_to is None]
     by_prediction = sorted((row.predicted_us, row.name) for row in rows if row.predicted_us is not None)
     places = {name: str(place) for place, (_, name) in enumerate(by_prediction, start=1)}
     figures: Mapping[str, Mapping[str, Any]] = found.figures
+    texts = []
     for row in sorted(rows, key=lambda row: row.median_us or 0.0):
         cells = row.cells() | {
             PLACE: places.get(row.name, ""),
@@ -120,5 +119,5 @@ def rehearsal_table(found: Rehearsal) -> Table:
             "peak predicted": mebibytes(figures.get("peak_bytes", {}).get(row.name)),
             "peak counted": mebibytes(figures.get("counted_bytes", {}).get(row.name)),
         }
-        table.add_row(*(cells.get(column, "") for column in (*COLUMNS, *found.asked.COLUMNS)))
-    return table
+        texts.append([cells.get(column, "") for column in columns])
+    return Listing(title, columns, texts, found.asked.LEFT)

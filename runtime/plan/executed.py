@@ -22,24 +22,30 @@ USUAL_OPTIONS = {
 }  # fmt: skip
 """Options of compressors → the value that leaving them out stands for."""
 
+FOR_READERS = frozenset((
+    "predicted", "baselines", "certificate", "scaling", "frontier", "delays", "updaters", "loading", "sources",
+    "alternatives", "notes",
+))  # fmt: skip
+"""Fields of a plan that nothing executes."""
+
 
 def executed_part(plan: Plan) -> Plan:
     """Return the plan without what only its reader needs: names, predictions, reasons, notes, sources, alternatives.
 
     What is spelt as it is by default is left out, so that two plans execute the same where their parts are equal.
     """
-    accuracy, interface = plan.accuracy, plan.interfaces or None
     order = plan.phase_order
     if order is not None and list(order) == sorted(order, key=lambda entry: (sum(entry), entry[0])):
         order = None
-    return Plan(
+    without: dict[str, Any] = {each.name: each.default for each in fields(plan) if each.name in FOR_READERS}
+    return replace(
+        plan,
+        **without,
         model=ModelReference(name="", fingerprint=plan.model.fingerprint),
         world=PlanWorld(ranks=plan.world.ranks, nodes=plan.world.nodes),
-        accuracy=accuracy,
-        interface=interface,
+        interface=plan.interfaces or None,
         buckets=tuple(map(executed_bucket, plan.buckets)),
         fsdp2=None if plan.fsdp2 is None else _executed_fsdp2(plan.fsdp2),
-        delay=plan.delay,
         local_async=plan.local_async and replace(plan.local_async, synchronous=plan.local_async.synchronous or None),
         fallback=None if plan.fallback is None else executed_part(plan.fallback),
         phase_order=order,

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from builders import cluster_document, usual_document, write
-from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli.app import main
 from planner.decide.strategies import STRATEGIES
 from planner.documents.text import pluralize
-from planner.report.tables import make_console, print_table
+from planner.report.listing import Listing, make_console, print_tables
 from runtime.plan import load_plan
 from runtime.version import __version__
 
@@ -103,9 +102,7 @@ def test_all_strategies_are_listed(command: Command) -> None:
 
 
 def test_what_goes_into_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table(title="title " * 60, caption="caption " * 60)
-    table.add_column("a" * 400)
-    print_table(make_console(), table)
+    print_tables(Listing("title " * 60, ["a" * 400], [], caption="caption " * 60))
     make_console().print("word " * 100)
     lines = capsys.readouterr().out.splitlines()
     assert ("title " * 60).strip() in lines[0]
