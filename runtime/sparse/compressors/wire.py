@@ -233,8 +233,8 @@ class WireCompressor:
         """
         layout, (residual, new_residual, swapped) = self._layout(rows.device, cut, gradient.dtype), kept
         if layout is not None:
-            kept = None if residual is None or new_residual is None else (residual, new_residual)
-            wire_encode_(gradient, kept, rows, layout, swapped=swapped)
+            pair = None if residual is None or new_residual is None else (residual, new_residual)
+            wire_encode_(gradient, pair, rows, layout, swapped=swapped)
             return
         coded, noise = _open(rows, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, gradient.numel(), rows.device):
@@ -259,8 +259,8 @@ class WireCompressor:
         """
         layout, (residual, new_residual, swapped) = self._layout(rows.device, cut), kept
         if layout is not None:
-            kept = None if residual is None or new_residual is None else (residual, new_residual)
-            wire_combine_(rows, kept, own, elements, layout, swapped=swapped)
+            pair = None if residual is None or new_residual is None else (residual, new_residual)
+            wire_combine_(rows, pair, own, elements, layout, swapped=swapped)
             return
         received, coded, noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, elements, rows.device):
