@@ -18,7 +18,7 @@ from runtime.plan.timeline import Timeline
 
 
 class ModeModel(Protocol):
-    """What is asked of a mode; but for `assumptions`, of a schedule that has it."""
+    """Functions of a mode's module; all but `assumptions` take a schedule of that mode."""
 
     def defect(self, schedule: Schedule, gradients: int, /) -> str | None:
         """Return what must not be in a schedule of so many gradients, whatever the step; None where all is well."""

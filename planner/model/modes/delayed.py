@@ -60,13 +60,13 @@ def delay_of(schedule: Schedule) -> int:
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """A delay of less than a step."""
+    """Return what is wrong with a delay of less than a step."""
     k = delay_of(schedule)
     return None if k >= 1 else f"a delay of {k} steps is none: k has to be at least 1"
 
 
 def step_us(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> float:
-    """The mean step; `local_update_us` in place of what the cluster says."""
+    """Return the mean step; `local_update_us` replaces the cluster's."""
     return steady_state(StepWork.of(problem, schedule, local_update_us), delay_of(schedule)).mean_us
 
 
@@ -81,7 +81,7 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """Pushed in every step and pulled every k-th; where the node is the worker also averaged and spread inside."""
+    """Return bytes pushed in every step, pulled every k-th, and averaged and spread inside nodes that are workers."""
     k, inside, total = delay_of(schedule), problem.ranks_per_worker, dict[str, float]()
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
@@ -94,7 +94,7 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    """Where the costs of pushes and pulls come from, and what nobody measured; whether they follow from others'."""
+    """Return sources of the costs of pushes and pulls with what was not measured, and whether costs are implied."""
     notes = [f"push: {problem.push.source}, pull: {problem.pull.source}"]
     if problem.cost.cluster.local_update is None:
         notes.append("local update free (no `local_update` given)")
@@ -118,7 +118,7 @@ def delay_spec(k: int) -> DelaySpec:
 
 
 def describe(plan: Plan) -> PlanWords | None:
-    """How often new weights come."""
+    """Return the description of a plan with delay: how often new weights arrive."""
     spec = plan.delay
     if spec is None:
         return None
@@ -133,7 +133,7 @@ def describe(plan: Plan) -> PlanWords | None:
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]:
-    """What merging or selecting saves in every push, and what push and pull of a bucket take."""
+    """Return what merging or selecting saves in every push, and the times of each bucket's push and pull."""
     load = StepWork.of(problem, schedule)
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], problem.push.curve)
 

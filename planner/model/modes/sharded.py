@@ -65,7 +65,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def exchange(problem: Problem, schedule: Schedule) -> Exchange:
-    """What ranks send of each bucket, beside backward and behind the update of their parts."""
+    """Return the messages of each bucket, during backward and after the update of parts."""
     return Exchange(
         collectives=[REDUCE_SCATTER] * len(schedule.buckets),
         costs_us=message_costs_us(problem, schedule.buckets),
@@ -83,18 +83,18 @@ message_bytes, defect, assumptions = synchronous.message_bytes, synchronous.defe
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The interface that scripts have to know of, and what gathering weights takes."""
+    """Return the interface that scripts have to know, and the time of gathering weights."""
     step = StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets)))
     return {"interface": (SHARDED_STEP,), "updates": UpdatePlan(step=step)}
 
 
 def describe(plan: Plan) -> PlanWords | None:
-    """Both collectives of a bucket."""
+    """Return the description of a plan: both collectives of a bucket."""
     return PlanWords(form="reduce_scatter, all_gather") if plan.sharded and not plan.gathers else None
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
-    """What merging saves in the reduce-scatter of each bucket, and what both halves take."""
+    """Return what merging saves in each bucket's reduce-scatter, and both halves' times."""
     alone_us = _pushed_us(problem, [(gradient,) for gradient in range(problem.count)])
     pushes_us = _pushed_us(problem, [bucket.gradients for bucket in schedule.buckets])
     return [
@@ -104,12 +104,12 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 
 def can_share(problem: Problem) -> bool:
-    """Whether the optimizer is known to treat every element by itself, and there are ranks to share its step."""
+    """Return whether the optimizer is known to be elementwise and there are ranks to share its step."""
     return not_shared_reason(problem) is None
 
 
 def not_shared_reason(problem: Problem) -> str | None:
-    """Why ranks cannot share the optimizer's step, and what would change that; None where they can."""
+    """Return why ranks cannot share the optimizer's step, and what would change that; None where they can."""
     optimizer = problem.profile.compute.optimizer
     if problem.ranks == 1:
         return "one rank alone has nobody to share the optimizer's step with"
@@ -129,22 +129,22 @@ def not_shared_reason(problem: Problem) -> str | None:
 
 
 def costs_known(problem: Problem) -> bool:
-    """Whether somebody has said what a reduce-scatter and an all-gather take."""
+    """Return whether the costs of a reduce-scatter and an all-gather are known."""
     return not (problem.reduce_scatter.implied or problem.all_gather.implied)
 
 
 def push_us(problem: Problem, sizes: Sizes) -> Sizes:
-    """A reduce-scatter in a step, by the size of the message."""
+    """Return the time of a reduce-scatter in a step, by the size of the message."""
     return np.asarray(problem.reduce_scatter.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
 
 
 def pull_us(problem: Problem, sizes: Sizes) -> Sizes:
-    """An all-gather behind the update."""
+    """Return the time of an all-gather after the update."""
     return np.asarray(problem.all_gather.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
 
 
 def _at_least(problem: Problem, sizes: Sizes) -> Sizes:
-    """What makes both halves together take what the all-reduce does: they send the same bytes.
+    """Return factors with which both halves take at least the all-reduce's time: they send the same bytes.
 
     Where each was measured for itself they may seem to take less: a link that has idled lets a first burst through.
     """
@@ -163,20 +163,20 @@ def _late_us(problem: Problem, sizes: Sizes) -> Sizes:
 
 @lru_cache(maxsize=8)
 def _alone(problem: Problem) -> CostCurve | None:
-    """The all-reduce as measured when nothing else is on its way, as the halves are."""
+    """Return the all-reduce as measured alone, as the halves are."""
     samples = (problem.cost.cluster.samples or {}).get("all_reduce")
     return None if samples is None else CostCurve.from_samples(samples)
 
 
 def message_costs_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
-    """Of each bucket beside backward: its reduce-scatter, and behind the last one flags of which gradients came."""
+    """Return each bucket's reduce-scatter time; the last includes the flags of used gradients."""
     costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets])
     costs_us[-1] += flags_us(problem)
     return costs_us
 
 
 def flags_us(problem: Problem) -> float:
-    """The message behind the last bucket."""
+    """Return the time of the message after the last bucket."""
     return problem.all_gather.curve.at(float(problem.ranks * problem.count))
 
 
@@ -185,7 +185,7 @@ def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> list[float
 
 
 def gathers_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
-    """The all-gather of each bucket's weights."""
+    """Return the time of the all-gather of each bucket's weights."""
     return problem.bucket_cost_us([bucket.gradients for bucket in buckets], lambda sizes: pull_us(problem, sizes))
 
 
@@ -194,7 +194,7 @@ def own_update_us(problem: Problem) -> float:
 
 
 def replicated_bytes(problem: Problem) -> int | None:
-    """What a rank holds of weights, gradients, state and known activations; None where the state is not known."""
+    """Return a rank's bytes of weights, gradients, state and known activations; None if the state is unknown."""
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
@@ -202,7 +202,7 @@ def replicated_bytes(problem: Problem) -> int | None:
 
 
 def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
-    """The same where ranks share the step: a part of the state, and memory that the largest message comes in."""
+    """Return the same with a sharded step: a part of the state, and a buffer of the largest message."""
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
