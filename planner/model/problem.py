@@ -22,7 +22,7 @@ from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
 from runtime.errors import InputError
 from runtime.plan.names import layer_of
-from runtime.plan.transports import NATIVE, TWO_SHOT, Transport
+from runtime.plan.transports import TWO_SHOT, Transport
 
 Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
 """Messages of one dtype by bucket: size, and whether the bucket has one (None: all have)."""
@@ -207,8 +207,8 @@ class Problem:
         Raises InputError: by a torus, where a kind of link has no cost.
         """
         cluster = self.cost.cluster
-        if transport == NATIVE:
-            measured = measured_flat(cluster, NATIVE.algorithm, queued=True) or self.cost.all_reduce
+        if transport.native:
+            measured = measured_flat(cluster, transport.algorithm, queued=True) or self.cost.all_reduce
             return wire_cost(cluster, dtype, (measured,), self.ranks, owners=False)
         if transport.hierarchical and 1 not in (cluster.nodes, cluster.ranks_per_node):
             scatter, _, gather = self.phases(transport)
