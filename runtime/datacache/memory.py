@@ -29,9 +29,9 @@ NOTICES = ("corrupted", "changed", "unstorable", "write", "read", "deleted", "re
 
 _ROWS = 512
 """Rows of counters; more processes than this share rows, and may lose a count now and then."""
-_USED, _HELD, _CLAIMED = range(3)
-"""Words: bytes of the arena in use, samples held, rows claimed. Words of notices and rows of counters follow."""
-_ROWS_AT = 3 + len(NOTICES)
+_USED, _CLAIMED = range(2)
+"""Words: bytes of the arena in use, rows claimed. Words of notices and rows of counters follow."""
+_ROWS_AT = 2 + len(NOTICES)
 _WORDS = _ROWS_AT + _ROWS * len(COUNTERS)
 
 
@@ -112,7 +112,6 @@ class NodeMemory:
                 return
             self._arena[begin : begin + size_bytes] = flat
             self._words[_USED] = begin + -(-size_bytes // ALIGNMENT) * ALIGNMENT
-            self._words[_HELD] += 1
             self._sizes[slot] = size_bytes
             self._offsets[slot] = begin + 1  # from here on it exists
 
@@ -127,7 +126,7 @@ class NodeMemory:
 
     def first(self, notice: str) -> bool:
         """Return whether no process of the node has given this one of `NOTICES`, which counts as given from now on."""
-        word = 3 + NOTICES.index(notice)
+        word = 2 + NOTICES.index(notice)
         with self._memory.locked():
             given, self._words[word] = bool(self._words[word]), 1
         return not given
@@ -143,7 +142,7 @@ class NodeMemory:
     @property
     def held(self) -> int:
         """Number of samples held."""
-        return int(self._words[_HELD])
+        return int(np.count_nonzero(self._offsets))
 
     @property
     def used_bytes(self) -> int:
