@@ -99,7 +99,9 @@ def test_trials_of_sizes_go_where_steps_become_shorter(counts: set[int], present
     assert len(set(tried)) == len(tried)
     assert step(at) <= step(present)
     if len(tried) < MOST_SIZES:
-        assert all(step(at) <= step(one) for one in counts if not at / APART < one < at * APART)
+        seen = {present, *tried}  # numbers near to one of them are not tried
+        apart = [one for one in counts if all(max(one / of, of / one) >= APART for of in seen)]
+        assert all(step(at) <= step(one) for one in apart)
 
 
 def test_one_bucket_is_tried_where_a_few_are_slower_than_some() -> None:
