@@ -49,7 +49,7 @@ def judge(
 
 def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator[int, bool, None]:
     """Give numbers of buckets to try: the fewest, with which little is sent during compute; then fewer ones than the
-    best so far while that is faster, then more.
+    best so far while that is faster, then more, then those that the way to more has left out.
 
     Is sent whether the one that it gave was faster.
 
@@ -65,9 +65,10 @@ def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator
         tried.add(fewest)
         if (yield fewest):
             best = fewest
-    for fewer in (True, False):
+    for fewer in (True, False, True):
         while len(tried) <= MOST_SIZES:
-            further = [one for one in counts if one not in tried]
+            slower = max((one for one in tried if one < best), default=0)
+            further = [one for one in counts if one > slower and one not in tried]
             least = MIN_BUCKET_RATIO
             further = [one for one in further if (best >= least * one if fewer else one >= least * best)]
             if not further:
