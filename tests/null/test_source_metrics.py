@@ -12,7 +12,7 @@ from benchmarks.source_metrics import METRICS, PACKAGES, ROOT, is_fragment, sour
 LIMITS = {
     "code lines": 39_900,
     "functions with more than six parameters": 18,
-    "imports inside of functions": 22,
+    "imports inside of functions": 24,
     "import cycles": 0,
     "docstrings that are fragments": 57,
     "functions described by a noun": 28,
