@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import contract_examples
 import pytest
-from pages import ROOT
+from pages import ROOT, blocks, commands, run
 from started import PATHS
 
 from benchmarks.source_metrics import PACKAGES
@@ -60,6 +61,43 @@ def test_the_page_on_output_names_every_column() -> None:
     columns = {*SUMMARY, *Row.COLUMNS, *WrappingRow.COLUMNS, *(name for table in tables for name in table.columns)}
     text = (ROOT / "docs/howto/read-output.md").read_text(encoding="utf-8")
     assert [column for column in columns if column and f"`{column}`" not in text] == []
+
+
+def test_the_page_on_output_shows_what_is_printed(tmp_path: Path) -> None:
+    page = ROOT / "docs/howto/read-output.md"
+    printed = "".join(run(words, tmp_path) for words in commands(page))
+    shown = [text for _, _, language, text in blocks(page) if language == "text"][:2]
+    rows = [line for text in shown for line in text.splitlines() if line.startswith("│")]
+    cells = {cell.strip(" …;") for row in rows for cell in row.split("│")[1:]}
+    assert len(cells) > 20
+    assert [cell for cell in cells if cell.partition("…")[0] not in printed] == []
+
+
+def predicted_us(section: str, folder: Path) -> list[float]:
+    """Run the commands of a section that predict; return the steps of its strategies."""
+    steps: list[float] = []
+    for line in re.findall(r"^planner (?:cluster|simulate) .*$", section, re.M):
+        words = shlex.split(line)
+        if words[1] == "cluster":
+            run(words, folder)
+        else:
+            steps += [record["iteration_us"] for record in json.loads(run([*words, "--json"], folder))]
+    return steps
+
+
+@pytest.mark.long
+def test_recipes_tell_what_is_predicted(tmp_path: Path) -> None:
+    """Every time in a section is, to its last digit, the step of a strategy that its commands predict."""
+    text = (ROOT / "docs/howto/which-plan.md").read_text(encoding="utf-8")
+    asked, *sections = text.split("\n## ")
+    known = {"10 Gbit/s Ethernet": predicted_us(asked, tmp_path)}
+    for section in sections:
+        name = section.partition("\n")[0]
+        times_us = known.get(name) or predicted_us(section, tmp_path)
+        for digits, unit in re.findall(r"\b([\d.]+) (ms|s)\b", section) if times_us else ():
+            unit_us = {"ms": 1e3, "s": 1e6}[unit]
+            half_us = 0.5 * unit_us * 10.0 ** -len(digits.partition(".")[2])
+            assert any(abs(float(digits) * unit_us - time_us) <= 1.01 * half_us for time_us in times_us), (name, digits)
 
 
 DECIDING = ("catalog k80", "simulate googlenet@k80-10gbe --strategy ddp", "optimize googlenet@k80-10gbe -o plan.json")
