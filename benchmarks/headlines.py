@@ -74,7 +74,7 @@ def _k80(name: str) -> Headline:
         name=f"MG-WFBP: {name} on 8 K80, 10 Gbit/s", catalog=infocom19.MODELS[name],
         profile=lambda: infocom19.measured_profile(name), hosts="8x1", inter=_link(link), reference="mg_wfbp",
         ratios=published,
-        remark="their table" if times_s else 'their text: "about", for both models',
+        remark="the paper's table" if times_s else 'the text of the paper says "about", for both models',
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def _lags() -> Headline:
         name="LAGS: ResNet-50 on 8 P102 (theirs 16), 1 Gbit/s", catalog="resnet50",
         profile=lambda: with_step(model("resnet50"), (row.forward_s + row.backward_s) * 1e6), hosts="8x1",
         inter=_link(link), reference="lags:1000", ratios={"slgs:0.001": gain, "ddp": None}, accuracy="bounded",
-        remark="theirs is OMGS-SGD, merged, on a testbed whose collectives were up to ten times slower than its links",
+        remark="the paper measured OMGS-SGD, merged, with collectives up to ten times slower than its links",
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def _ssd() -> Headline:
         profile=lambda: with_step(profile, terms.compute_s * 1e6), hosts=f"{nodes}x1",
         inter={"alpha_us": 30.0, "beta_us_per_byte": slope}, reference="ssd:5",
         ratios={"ddp": 1.0 + ssd.record("ssd-033") / 100.0}, accuracy="relaxed",
-        remark="a machine of 4 V100 is one rank; the link's rate is what their exchange takes",
+        remark="a machine of 4 V100 is one rank; the link's rate is inferred from the paper's exchange times",
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _commlib() -> Headline:
         intra=_link(machines.intra), reference="hitopk:0.01",
         ratios={"torus_2d": best / throughput["2DTAR-SGD"], "single": best / throughput["Dense-SGD (TreeAR)"]},
         accuracy="bounded",
-        remark="theirs without the time of selection; 128 ranks share 16 cards there, 8 share 4 here",
+        remark="the paper's time excludes selection; there 128 ranks share 16 cards, here 8 share 4",
     )  # fmt: skip
 
 

@@ -24,15 +24,14 @@ REPORT = Path(__file__).resolve().parents[1] / "docs" / "results" / "validation.
 HEAD = """\
 # Validation
 
-What others published, compared with what planner predicts for it. Written by `python -m benchmarks.validate` (or
-`make validation`) from the files in `tests/data` and `profiles`, which name their sources; do not edit.
+Published figures, compared with predictions. Do not edit: `make validation` (`python -m benchmarks.validate`)
+writes this page from the files in `tests/data` and `profiles`, which name their sources.
 
-*Ratio* is ours over published. A constant that was fitted was fitted on other rows than those it is compared with; the
-table of constants says on which. (The one exception is the local update of SSD-SGD, which was set on one row and
-checked on two others.) Where a publication leaves something open, the choice is named and was made once for all of its
-rows; for CommLib, the 16 V100 and ddl-benchmarks it was made with the compared tables in view, and their sections say
-what else was tried. Two methods that are published less than 3 % apart, and for which we predict the same, count as
-being in order.
+*Ratio* is prediction over publication. A constant that was fitted was fitted on other rows than those it is compared
+with; the table of constants names them. One exception: the local update of SSD-SGD was set on one row and checked on
+two others. If a publication leaves something open, the choice is named and was made once for all of its rows. For
+CommLib, the 16 V100 and ddl-benchmarks the choice was made with the compared tables in view; their sections list what
+else was tried. Two methods that are published less than 3 % apart, and predicted equal, count as being in order.
 """
 
 

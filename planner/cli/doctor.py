@@ -71,7 +71,8 @@ def _emulation() -> list[Finding]:
         Finding(tool, path is not None, path or "not found", "--emulate needs it: apt-get install iproute2", False)
         for tool, path in tools.items()
     ]
-    user = Finding("root", os.geteuid() == 0, f"user {os.geteuid()}", "--emulate needs it: sudo -E", required=False)
+    user_id = os.geteuid() if hasattr(os, "geteuid") else None  # Windows has none
+    user = Finding("root", user_id == 0, f"user {user_id}", "--emulate needs it: sudo -E", required=False)
     try:
         Namespace.make().close()
     except NoNamespaces as error:

@@ -16,13 +16,13 @@ TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
 )  # fmt: skip
 
 FEATURES: Mapping[str, str] = {
-    TOPOLOGY: "collectives of several messages: 2D-torus, trees, HiTopKComm",
-    SELECTION: "some elements of buckets, with error feedback (top-k, random-k)",
-    LAYER_SELECTION: "a number of elements for each layer",
-    WIRE: "a narrower dtype on the wire",
-    LOW_RANK: "matrices as products of thin ones",
-    SHARED_NORMS: "norms of layers that ranks compute for each other (LARS, LAMB)",
-    SOLVER: "the constraint program's word on an exact schedule (`--solver cpsat`)",
+    TOPOLOGY: "hierarchical collectives: 2D-torus, trees, HiTopKComm",
+    SELECTION: "sparse buckets, with error feedback (top-k, random-k)",
+    LAYER_SELECTION: "sparse buckets with a k for each layer",
+    WIRE: "quantized buckets",
+    LOW_RANK: "low-rank buckets (PowerSGD)",
+    SHARED_NORMS: "distributed layer norms (LARS, LAMB)",
+    SOLVER: "a CP-SAT certificate of an exact schedule (`--solver cpsat`)",
 }
 
 _ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK)
@@ -31,20 +31,20 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SYNCHRONOUS: {},
     SHARDED: {
         **dict.fromkeys(_ONLY_DENSE, "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"),
-        SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step ranks have parts",
-        SOLVER: "its model is of all-reduces, and here ranks share the optimizer's step "
+        SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step (ZeRO-1) each rank has a part",
+        SOLVER: "the constraint program models all-reduces, not the sharded optimizer step "
         "(leave out --allow sharded-step)",
     },
     DELAY: {
         **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
         LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
-        SOLVER: "its model is of synchronous steps",
+        SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {
-        **dict.fromkeys(_ONLY_DENSE, "models are averaged dense"),
-        SHARED_NORMS: "local updaters wait for no other rank: each computes its norms by itself",
-        SOLVER: "its model is of synchronous steps",
+        **dict.fromkeys(_ONLY_DENSE, "models are averaged uncompressed"),
+        SHARED_NORMS: "local updaters do not wait for other ranks: each computes all norms itself",
+        SOLVER: "the constraint program models synchronous steps",
     },
 }
 """Mode → feature → why they do not go together; they do where nothing is said."""

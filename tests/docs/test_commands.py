@@ -35,9 +35,12 @@ NOT_RUN = {
     ".venv/bin/pytest tests/null -k merge -x -q": "these tests run with this one",
     ".venv/bin/pytest tests/procs/test_matrix.py -k tree": "these tests run with this one",
     "all_reduce_perf -b 8 -e 8G -f 2": "NVIDIA's program, on two nodes with GPUs; its logs are made up here",
+    "sbatch examples/cluster/slurm.sh --checkpoint /shared/run.pt": "needs Slurm; test_cluster_examples.py runs it",
+    "pip uninstall commplanner": "it would remove what runs this test",
+    "rm -r ~/.cache/planner ~/.cache/commplanner": "the caches of whoever runs this test are not its own",
 }
 OWN_TEST = {"docs/tutorial.md": "test_pages.py runs it as it is written, and compares losses"}
-SHORT = {"docs/howto/describe-cluster.md"}
+SHORT = {"docs/howto/describe-cluster.md", "docs/howto/read-output.md"}
 """Pages for `make test` also: all others start ranks, or decide for long."""
 BEFORE = {
     "docs/howto/checkpoints.md": [

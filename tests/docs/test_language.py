@@ -15,7 +15,6 @@ import pytest
 from pages import PAGES, ROOT
 
 from benchmarks.source_metrics import docstrings_of, sources
-from runtime.plan.combinations import COMBINATIONS, SHARDED, SOLVER
 
 
 class Word(NamedTuple):
@@ -51,10 +50,6 @@ WORDS = (
 )
 
 
-QUOTED = COMBINATIONS[SHARDED][SOLVER]
-"""A message that a page's table quotes, and plans have in their notes."""
-
-
 @lru_cache(maxsize=1)
 def texts() -> dict[str, list[tuple[str, str]]]:
     """Return (place, text) of pages, messages and docstrings."""
@@ -62,7 +57,7 @@ def texts() -> dict[str, list[tuple[str, str]]]:
     for page in PAGES:
         if page.name != "CHANGELOG.md":  # what was written is history
             text = re.sub(r"^```.*?^```$|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-            found["pages"].append((str(page.relative_to(ROOT)), text.replace(QUOTED, "")))
+            found["pages"].append((str(page.relative_to(ROOT)), text))
     for path, tree in sources().values():
         docstrings = {id(node.value) for node, _ in docstrings_of(tree)}
         for node in ast.walk(tree):

@@ -88,6 +88,15 @@ def _in_place(model: nn.Module) -> Side:
     return side
 
 
+def _blocks(model: nn.Module) -> Side:
+    """A graph for each layer, so that gradients come one after the other."""
+    for block in model.children():
+        block.compile(backend=BACKEND)
+    side = _attached(model, model)
+    _train(side)
+    return side
+
+
 def _function(model: nn.Module) -> Side:
     side = _attached(model, model)
     _train(side, torch.compile(lambda x: 1.0 * model(x), backend=BACKEND))
@@ -128,6 +137,7 @@ WAYS: dict[str, Callable[[nn.Module], Side]] = {
     "fullgraph": _fullgraph,
     "after": _after,
     "in place": _in_place,
+    "blocks": _blocks,
     "function": _function,
     "whole step": _whole_step,
     "warm": _warm,

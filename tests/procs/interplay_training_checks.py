@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -253,11 +253,12 @@ def detach_and_reattach() -> dict[str, bool]:
     return results | compare(outcome(reference), outcome(Side(model, model, made, None)))
 
 
-def two_optimizers() -> dict[str, bool]:
-    """One model, one optimizer for each half; `attach` is given one of them."""
+def two_optimizers(first: Callable[..., torch.optim.Optimizer]) -> dict[str, bool]:
+    """One model, one optimizer for a part of its parameters and one for the rest; `attach` is given the first."""
 
     def loop(side: Side) -> list[Any]:
-        other = ADAM(side.model[4].parameters())
+        held = {id(parameter) for group in side.optimizer.param_groups for parameter in group["params"]}
+        other = ADAM([parameter for parameter in side.model.parameters() if id(parameter) not in held])
         for step in range(STEPS):
             side.optimizer.zero_grad()
             other.zero_grad()
@@ -266,7 +267,12 @@ def two_optimizers() -> dict[str, bool]:
             other.step()
         return [clone(other.state_dict()["state"])]
 
-    return like_ddp(loop, mlp, lambda parameters: SGD(list(parameters)[:4]))
+    return like_ddp(loop, mlp, first)
+
+
+def muon(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Of matrices, which are all that it takes."""
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.ndim == 2], lr=0.02)
 
 
 TRAINING_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
@@ -281,5 +287,6 @@ TRAINING_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     },
     "load_while_attached": load_while_attached,
     "detach_and_reattach": detach_and_reattach,
-    "two_optimizers": two_optimizers,
+    "two_optimizers": partial(two_optimizers, lambda parameters: SGD(list(parameters)[:4])),
+    "two_optimizers-Muon": partial(two_optimizers, muon),
 }
