@@ -35,6 +35,8 @@ from runtime.datacache.memory import NodeMemory
 from runtime.errors import CacheWarning
 
 LOCK, USED, UNFINISHED = "lock", "used", ".new"
+OLD_FILES = ("samples.sqlite", "samples.sqlite-wal", "samples.sqlite-shm", "samples.lock")
+"""Files of versions that kept all samples in one database."""
 BLOCK_BYTES = 4096
 PER_FOLDER = 1000
 """Samples in one folder."""
@@ -198,10 +200,14 @@ class DiskStore:
     def _evictable(self) -> Iterator[Path]:
         """Yield samples of datasets that no process has read for long, then those of this one that other nodes read."""
         old_s = time.time() - KEPT_FOR_S
-        for used_s, folder in sorted((one.stat().st_mtime, one) for one in self.folder.iterdir()):
+        found = []
+        for one in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # an unfinished file of another process, which is done with it
+                found.append((one.stat().st_mtime, one))
+        for used_s, folder in sorted(found):
             if used_s < old_s and folder.name.endswith(UNFINISHED):  # of a killed process
                 if not folder.name.startswith(f"{os.getpid()}-"):
-                    folder.unlink()
+                    folder.unlink(missing_ok=True)
             elif used_s < old_s and folder.is_dir() and folder != self._own:
                 yield from folder.glob("*/*")
                 shutil.rmtree(folder)
@@ -266,6 +272,20 @@ class DiskStore:
             f"local_dir {self.folder}: the dataset has changed since its samples were stored there under this "
             f"name; they are not used, and stored anew",
         )
+
+
+def remove_old_files(folder: Path, memory: NodeMemory) -> None:
+    """Delete the database of an older version, whose bytes count towards no bound; `memory` remembers the warning."""
+    found = [path for path in (folder / name for name in OLD_FILES) if path.exists()]
+    deleted = "it was deleted, and samples are stored anew"
+    try:
+        for path in found:
+            path.unlink()
+    except OSError as error:
+        deleted = f"it cannot be deleted ({error}): delete it"
+    if found and memory.first("old"):
+        text = f"local_dir {folder}: found {found[0].name} of an older version, which is not read any more; {deleted}"
+        warnings.warn(text, CacheWarning, stacklevel=2)
 
 
 def used_bytes(folder: Path) -> int:
