@@ -70,7 +70,7 @@ class Pilot:
 
     @property
     def is_unplanned(self) -> bool:
-        """Whether planning has begun, and no plan has been tried yet."""
+        """Return whether planning has begun, and no plan has been tried yet."""
         run = self._run
         return self.stage is not None and run.trials == 0 and run.opening.remembered is None
 

@@ -117,7 +117,7 @@ class Session:
     model: nn.Module
     """The model, which stays plain."""
     optimizer: torch.optim.Optimizer | None
-    """Its optimizer, without what wraps it."""
+    """Optimizer of the model, without what wraps it."""
     step: int
     """Number of steps that have been exchanged, which is the number of the next one."""
 
