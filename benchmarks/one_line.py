@@ -221,7 +221,7 @@ def with_planner(job: str, steps: int, first: int, cache: str, cap_mib: float | 
         times += block
         beside_ddp[0].append(block[1:])
         beside_ddp[1].append(twin.times_us(ddp, BESIDE_STEPS)[1:])
-    story = tuple(session.pilot.story) if session.pilot else ()
+    story = tuple(session._pilot.story) if session._pilot else ()
     found, weights = session.plan, weights_sha256(run.model)
     beside_offline: tuple[Rounds, Rounds] = ([], [])
     for _ in range(0 if offline is None else OFFLINE_ROUNDS):

@@ -67,7 +67,7 @@ def train(task: Task, seed: int, way: str) -> Stale:
     model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
     with session.global_weights():
         metric = task.metric(model)
-    delay = session.mode if isinstance(session.mode, Delayed) else None
+    delay = session._mode if isinstance(session._mode, Delayed) else None
     samples = list(delay.staleness.samples) if delay else []
     session.detach()
     relative, share = (

@@ -137,7 +137,7 @@ def _train(name: str, device: torch.device, size: Size) -> Trained:
         session = runtime.attach(model, optimizer, plan_of(model, FORMS[way], dist.get_world_size()), guard=False)
     generator = torch.Generator().manual_seed(dist.get_rank())
     times: list[float] = []
-    clock = session.recorder.clock if session is not None else None
+    clock = session._recorder.clock if session is not None else None
     for _ in range(size.steps):
         x = torch.randn(size.batch, size.width, generator=generator).to(device)
         synchronize(device)
@@ -148,7 +148,7 @@ def _train(name: str, device: torch.device, size: Size) -> Trained:
         synchronize(device)
         times.append(time.perf_counter() - begin)
     buckets, backward_us = (
-        ((), 0.0) if session is None or clock is None else _timeline(session.recorder.steps[-1], clock)
+        ((), 0.0) if session is None or clock is None else _timeline(session._recorder.steps[-1], clock)
     )
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
     if session is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -11,7 +12,7 @@ from planner.cli.commands import Compare
 from planner.cli.options import Flags, printed_json, split_names
 from planner.comparison.measure import compare_rank
 from planner.comparison.picture import picture_text
-from planner.comparison.report import Comparison, comparison_table, failures, summarize
+from planner.comparison.report import Comparison, comparison_table, first_lines, last_lines, summarize
 from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
 from planner.comparison.variants import Rounds, make_lineup
 from planner.comparison.wrapped import compare_rank_wrapped
@@ -46,12 +47,17 @@ def compare(asked: Compare) -> None:
         return
     draw(comparison, f"{plan.model.name}{f' on {where.emulate}' if where.emulate else ''}", asked.html)
     if not printed_json(comparison.to_document):
-        if comparison.cause is not None:
-            typer.echo(comparison.cause)
+        echo_lines(first_lines(comparison))
         print_tables(comparison_table(comparison))
-        typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+        echo_lines(last_lines(comparison))
     if comparison.differences:
         raise CheckFailed("\n".join(comparison.differences))
+
+
+def echo_lines(lines: Sequence[str]) -> None:
+    """Print lines; nothing if there are none."""
+    if lines:
+        typer.echo("\n".join(lines))
 
 
 def draw(comparison: Comparison, title: str, path: str | None) -> None:

@@ -15,7 +15,15 @@ from planner.model.what_if import WhatIf, parse_link
 from planner.report.files import check_writable
 from planner.report.listing import print_tables
 from planner.report.scale_page import scale_page
-from planner.report.tables import advice_lines, advice_table, computed_line, simulation_table, sweep_table
+from planner.report.tables import (
+    advice_lines,
+    advice_table,
+    computed_line,
+    simulation_line,
+    simulation_table,
+    sweep_lines,
+    sweep_table,
+)
 from runtime.errors import InputError
 from runtime.plan.files import write_text
 
@@ -35,6 +43,7 @@ def simulate(asked: Simulate) -> None:
         **vars(asked.solving),
     )
     if not printed_json(lambda: [result.to_document() for result in results]):
+        typer.echo(simulation_line(results))
         print_tables(simulation_table(results))
 
 
@@ -52,7 +61,7 @@ def advise(asked: Advise) -> None:
     advice = decide(**vars(asked))
     if printed_json(advice.to_document):
         return
-    typer.echo(computed_line(advice))
+    typer.echo(f"use {advice.use}: {advice.reason}\n{computed_line(advice)}")
     print_tables(advice_table(advice))
     typer.echo("\n".join(advice_lines(advice)))
 
@@ -70,7 +79,7 @@ def sweep(asked: Sweep) -> None:
         write_text(asked.html, scale_page(points, scenario))
     if printed_json(lambda: [point.to_document() for point in points]):
         return
-    typer.echo("\n".join(dict.fromkeys(map(computed_line, points))))
+    typer.echo("\n".join([*sweep_lines(points), *dict.fromkeys(map(computed_line, points))]))
     print_tables(sweep_table(points))
     if counts is not None and (rounded := sorted({point.ranks for point in points} - set(counts))):
         typer.echo(f"rounded up to whole nodes: {', '.join(map(str, rounded))} ranks")

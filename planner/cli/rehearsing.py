@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typer
-
 from planner.cli.commands import Rehearse
-from planner.cli.comparing import draw
+from planner.cli.comparing import draw, echo_lines
 from planner.cli.options import Flags, printed_json, split_names
-from planner.comparison.report import failures
+from planner.comparison.report import first_lines, last_lines
 from planner.decide.plan_request import check_allow
 from planner.rehearse.asked import Asked, ask_plan, ask_wrappings, find_target
 from planner.rehearse.rehearsal import rehearsal_table
@@ -24,8 +22,9 @@ def rehearse(asked: Rehearse) -> None:
     draw(found.comparison, found.title, asked.html)
     if printed_json(found.to_document):
         return
+    echo_lines(first_lines(found.comparison))
     print_tables(rehearsal_table(found))
-    typer.echo("\n".join([*found.comparison.verdicts, *failures(found.comparison), *found.notes]))
+    echo_lines([*last_lines(found.comparison), *found.notes])
 
 
 def _request(asked: Rehearse) -> Asked:

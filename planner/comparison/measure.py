@@ -365,7 +365,7 @@ class VariantRunner(Runner[BucketVariant]):
             # Long steps have little warm-up.
             repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)
             bench = replace(self.bench, progress=Progress())
-            times_us = bench.times_us([session.exchange_alone], repeats, "messages alone", warm_up=not brief)
+            times_us = bench.times_us([session._exchange_alone], repeats, "messages alone", warm_up=not brief)
         finally:
             session.detach()
         return float(median_of_slowest(times_us)[0])

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from planner.comparison.same import judge_training
-from planner.comparison.statistics import Interval, hidden_share, median_interval, ratio_interval, step_values, verdict
+from planner.comparison.statistics import (
+    Interval,
+    exposed_noise,
+    hidden_share,
+    median_interval,
+    ratio_interval,
+    step_values,
+    verdict,
+)
 from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
-from planner.report.listing import Listing
+from planner.report.listing import Listing, make_console, print_tables
 from runtime.monitor.verdict import cause_of_error
 
 if TYPE_CHECKING:
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
 
 
 STEP, INTERVAL, PREDICTED, ERROR = "step (ms)", "95 % interval (ms)", "predicted (ms)", "error"
+MAX_NOISE = 0.25
+"""Uncertainty of a hidden share above which it is not shown."""
 
 
 def timing(variant: Variant, interval: Interval | None, predicted_us: float | None) -> dict[str, Any]:
@@ -73,6 +82,15 @@ class Row:
     """Whether weights and losses of an exact plan are DDP's; None if that cannot be told."""
     equal_to: str | None = None
     """Name of a row that this one is no better than: no bucket size is faster than DDP's default."""
+    hidden_noise: float | None = None
+    """Half of the 95 % interval of `hidden_share`, at most 1."""
+
+    @property
+    def hidden_text(self) -> str:
+        """Hidden share as text, or that noise leaves it unknown."""
+        if self.hidden_share is None or self.name == NO_COMMUNICATION:
+            return ""
+        return "noise" if (self.hidden_noise or 0.0) > MAX_NOISE else f"{self.hidden_share:.0%}"
 
     def cells(self) -> dict[str, str]:
         """Return texts by column; those of some columns may be absent."""
@@ -83,7 +101,7 @@ class Row:
         baseline = self.name == NO_COMMUNICATION
         return timing_cells(self, " to ") | {
             "exposed (ms)": "" if baseline else milliseconds(self.exposed_us),
-            "hidden": "" if self.hidden_share is None or baseline else f"{self.hidden_share:.0%}",
+            "hidden": self.hidden_text,
             "buckets": "" if self.buckets is None else str(self.buckets),
         }
 
@@ -147,13 +165,12 @@ class Comparison:
         return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        """Return the cause of wrong predictions, the table, verdicts, what does not work, and what trains otherwise."""
-        console = Console(width=160, markup=False, emoji=False, force_terminal=False)
+        """Return the first verdict, the cause of wrong predictions, the table, and further lines."""
+        console = make_console(colors=False)
         with console.capture() as table:
-            console.print(comparison_table(self))
+            print_tables(comparison_table(self), console=console)
         lines = [line.rstrip() for line in table.get().splitlines()]
-        cause = [] if self.cause is None else [self.cause]
-        return "\n".join([*cause, *lines, *self.verdicts, *failures(self), *self.differences])
+        return "\n".join([*first_lines(self), *lines, *last_lines(self), *self.differences])
 
 
 def summarize(measured: Sequence[Measured]) -> Comparison:
@@ -171,14 +188,17 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
             predicted_us = said.accumulated_us(*first.micro_batches, predicted_us)
         interval = None if seen is None else median_interval(seen)
         exposed_us = None if interval is None else interval.value - baseline_us
-        hidden = None
-        if exposed_us is not None and record.alone_us is not None:
+        hidden = noise = None
+        if seen is not None and exposed_us is not None and record.alone_us is not None:
             hidden = hidden_share(exposed_us, record.alone_us, first.backward_us)
+            could_us = max(min(record.alone_us, first.backward_us), 1e-9)
+            noise = min(exposed_noise(seen, values[NO_COMMUNICATION]) / could_us, 1.0)
         rows.append(
             Row(
                 **timing(variant, interval, predicted_us),
                 exposed_us=exposed_us,
                 hidden_share=hidden,
+                hidden_noise=noise,
                 alone_us=record.alone_us,
                 buckets=variant.parts,
                 failure=record.failure,
@@ -251,6 +271,18 @@ def comparison_table(comparison: Comparison) -> Listing:
     ordered = [row.cells() for row in sorted(comparison.rows, key=lambda row: row.place)]
     rows = [[cells.get(column, "") for column in kind.COLUMNS] for cells in ordered]
     return Listing(comparison.heading, kind.COLUMNS, rows, kind.LEFT)
+
+
+def first_lines(comparison: Comparison) -> list[str]:
+    """Return the comparison in a sentence, and the cause of wrong predictions."""
+    return [*comparison.verdicts[:1], *([] if comparison.cause is None else [comparison.cause])]
+
+
+def last_lines(comparison: Comparison) -> list[str]:
+    """Return the other verdicts, what does not work, and what "noise" in the table means."""
+    noisy = any(row.cells().get("hidden") == "noise" for row in comparison.rows)
+    why = f"noise: steps vary too much for the hidden share (± {MAX_NOISE:.0%} or more); measure more rounds"
+    return [*comparison.verdicts[1:], *failures(comparison), *([why] if noisy else [])]
 
 
 def failures(comparison: Comparison) -> list[str]:

@@ -109,7 +109,7 @@ def compare(
         rounds=check_rounds(steps, rounds),
         timeout_s=timeout_s,
     )
-    if session.world.ranks == 1:
+    if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
     if session.optimizer is None:
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
@@ -118,10 +118,10 @@ def compare(
     changed = also if isinstance(also, Sequence) else (also,)
     trained = TrainedScript(session.model, session.optimizer, step, changed)
     with (
-        session.aside("planner.compare", lambda: trained.no_sync()),
-        joined(session.world.group, asked.timeout_s) as world,
+        session._aside("planner.compare", lambda: trained.no_sync()),
+        joined(session._world.group, asked.timeout_s) as world,
     ):
-        bench = Bench(world, session.device, Progress(asked.show_progress and world.rank == 0))
+        bench = Bench(world, session._device, Progress(asked.show_progress and world.rank == 0))
         mine = measure_all(VariantRunner(trained, bench, asked.timeout_s), lineup, asked.rounds)
         comparison = summarize(world.gather(mine, "collecting what ranks measured"))
     if _asked is not None:

@@ -101,6 +101,18 @@ def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> floa
     return None if could_us <= 0.0 else float(np.clip((alone_us - exposed_us) / could_us, 0.0, 1.0))
 
 
+def exposed_noise(values: NDArray[np.float64], baseline: NDArray[np.float64]) -> float:
+    """Return half of the 95 % interval of a step's time beyond the baseline's, by round; the unit is that of `values`.
+
+    Args:
+        values: times of steps. Shape (rounds, steps).
+        baseline: the same of the no-communication baseline.
+    """
+    both = min(len(values), len(baseline))
+    differences: list[float] = (np.median(values[:both], axis=1) - np.median(baseline[:both], axis=1)).tolist()
+    return half_interval(differences)
+
+
 def _log_medians(values: NDArray[np.float64]) -> list[float]:
     """Return the logarithm of each round's median step."""
     medians: list[float] = np.log(np.median(values, axis=1)).tolist()

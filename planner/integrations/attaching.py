@@ -137,6 +137,11 @@ def session_of(model: nn.Module) -> PlannedSession | None:
     return found.session if isinstance(found, NoSync) else None
 
 
+def named_metrics(session: PlannedSession) -> dict[str, float]:
+    """Return `session.metrics()` with names for a framework's loggers."""
+    return {f"planner/{name}": value for name, value in session.metrics().items()}
+
+
 @contextmanager
 def whole_states(sessions: Iterable[PlannedSession]) -> Iterator[None]:
     """Make `state_dict()` of models and optimizers what a checkpoint needs; all ranks call this."""

@@ -1,4 +1,6 @@
-"""`Trainer(strategy="planner")` after `import planner.integrations.lightning`, or `PlannerStrategy(plan=...)`."""
+"""`Trainer(strategy="planner")` after `import planner.integrations.lightning`, or `PlannerStrategy(plan=...)`; and
+`callbacks=[PlannerMetrics()]`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from planner.integrations.attaching import REFUSED, Options, attach_arguments, check_version, detach, model_state
+from planner.integrations.attaching import (
+    REFUSED,
+    Options,
+    attach_arguments,
+    check_version,
+    detach,
+    model_state,
+    named_metrics,
+)
 from planner.online.attach import PlannedSession
 from runtime.plan import Accuracy, Plan
 
@@ -90,6 +100,25 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         """Register under one name."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="planner.attach in place of DDP")
+
+
+class PlannerMetrics(lightning.Callback):  # type: ignore[misc, unused-ignore]
+    """Logs `session.metrics()` of a `PlannerStrategy` as planner/NAME to the trainer's loggers, on rank 0."""
+
+    def __init__(self, every_steps: int | None = None) -> None:
+        """`every_steps`: optimizer steps from one record to the next; None: the trainer's `log_every_n_steps`."""
+        self.every_steps = every_steps
+        self._last_step = 0
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Log after each `every_steps`-th step of the optimizer."""
+        session, step = getattr(trainer.strategy, "session", None), trainer.global_step
+        every_steps = self.every_steps or getattr(trainer, "log_every_n_steps", 0) or 1
+        if session is None or not trainer.is_global_zero or step == self._last_step or step % every_steps:
+            return
+        self._last_step = step
+        for logger in trainer.loggers:
+            logger.log_metrics(named_metrics(session), step)
 
 
 PlannerStrategy.register_strategies(StrategyRegistry)

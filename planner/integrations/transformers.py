@@ -1,4 +1,6 @@
-"""`PlannerTrainer` in place of `transformers.Trainer`: it trains through a `PlannerAccelerator`."""
+"""`PlannerTrainer` in place of `transformers.Trainer`: it trains through a `PlannerAccelerator`; and
+`callbacks=[PlannerMetrics()]`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,26 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from planner.integrations.accelerate import PlannerAccelerator
-from planner.integrations.attaching import Options, check_version, whole_states
+from planner.integrations.attaching import Options, check_version, named_metrics, session_of, whole_states
 from runtime.plan import Accuracy, Plan
 
 check_version("transformers", transformers.__version__, "5.0")
+
+
+class PlannerMetrics(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Adds `session.metrics()` as planner/NAME to what a `PlannerTrainer` logs."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None,
+        model: nn.Module | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        """Extend `logs`, which the callbacks after this one write."""
+        session = None if model is None else session_of(model)
+        if session is not None and logs is not None:
+            logs.update(named_metrics(session))
 
 
 class PlannerTrainer(Trainer):
@@ -26,6 +41,8 @@ class PlannerTrainer(Trainer):
     ) -> None:  # fmt: skip
         self._planned = Options(plan, accuracy, allow, timeout_s)
         super().__init__(*arguments, **keywords)
+        # The writers of logs, which Trainer puts first, come after what extends the logs.
+        self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, PlannerMetrics))
 
     def create_accelerator_and_postprocess(self) -> None:
         """See `Trainer`, which makes an Accelerator by its own name: it becomes one that attaches."""

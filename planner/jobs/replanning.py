@@ -113,8 +113,8 @@ def replan(
         InputError: on all ranks alike: too few steps, a profile of another model, ranks at different steps, a delay.
         CommunicationError: a rank did not come within the deadline.
     """
-    session.pause("planner.replan")
-    if session.world.ranks == 1:
+    session._pause("planner.replan")
+    if session._world.ranks == 1:
         return session.plan
     if session.plan.delay is not None:
         raise InputError(
@@ -122,7 +122,7 @@ def replan(
             "a plan without: profile again and attach anew, or session.switch to an exact plan"
         )
     old, mine = _measure_rank(session, profile)
-    everyone: list[RankSteps] = session.world.gather(mine, "comparing the last steps")
+    everyone: list[RankSteps] = session._world.gather(mine, "comparing the last steps")
     refuse_alike([one.problem for one in everyone])
     steps = [one.step for one in everyone]
     if len(set(steps)) > 1:
@@ -130,15 +130,15 @@ def replan(
             f"planner.replan: ranks have done different numbers of steps ({', '.join(map(str, steps[:8]))}); expected "
             f"one: call it between the same two steps on every rank"
         )
-    size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session.parameters.values()))
-    with session.world.error_context("timing the all-reduce"):
-        curves = measure_queued(Bench(session.world, session.device), "all_reduce", size_bytes, LIMITS)
+    size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session._parameters.values()))
+    with session._world.error_context("timing the all-reduce"):
+        curves = measure_queued(Bench(session._world, session._device), "all_reduce", size_bytes, LIMITS)
 
     def decide() -> Plan:
         try:
             measured = profile_of_run(session, old, [one.times for one in everyone if one.times is not None], curves)
             # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
-            trial = session.monitor.trial
+            trial = session._monitor.trial
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
             allowed = plan_of_run.interfaces if allow is None else allow
             found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
@@ -147,14 +147,14 @@ def replan(
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
             raise InputError(f"planner.replan: {problem}") from error
 
-    plan = decided_by_first(session.world, decide, "waiting for rank 0's plan")
+    plan = decided_by_first(session._world, decide, "waiting for rank 0's plan")
     if switch:
         session.switch(plan, at_step)
     return plan
 
 
 def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tuple[Profile | None, RankSteps]:
-    clock = session.recorder.clock
+    clock = session._recorder.clock
     try:
         old = profile if profile is None or isinstance(profile, Profile) else load_profile(profile)
         other = sorted({g.name for g in old.compute.gradients} ^ set(session.plan.gradients)) if old is not None else []
@@ -164,7 +164,7 @@ def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tup
                 f"profile: $.compute.gradients: found a profile of another model: only one of profile and plan holds "
                 f"{', '.join(other[:5])}{more}; expected the profile that the plan was made from"
             )
-        steps = complete(session.recorder.steps, clock)[-LAST_STEPS:]
+        steps = complete(session._recorder.steps, clock)[-LAST_STEPS:]
         if len(steps) < MIN_STEPS:
             raise InputError(
                 f"found {len(steps)} steps of the present plan that are recorded from forward to the end of backward, "
@@ -235,7 +235,7 @@ def profile_of_run(
         ranks: all ranks' times.
         curves: of the all-reduce, alone and in a queue.
     """
-    world, plan = session.world, session.plan
+    world, plan = session._world, session.plan
     nodes = plan.world.nodes if plan.world.nodes is not None and world.ranks % plan.world.nodes == 0 else world.ranks
     before = old.cluster if old is not None else None
     alone, queued = curves
@@ -266,13 +266,13 @@ def _update_us(session: Session, old: Profile | None, measured_us: float) -> flo
     if old is not None:
         return old.compute.update_us
     step = session.report().step
-    return round(max(0.0, measured_us - (step.gather_us if step else 0.0)) * session.world.ranks, 3)
+    return round(max(0.0, measured_us - (step.gather_us if step else 0.0)) * session._world.ranks, 3)
 
 
 def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) -> ComputeProfile:
     """Return the step by the marks of every gradient, or the old one stretched to forward, backward and update."""
     if any(rank.ready_us for rank in ranks):
-        planned = {name: session.parameters[name] for name in session.plan.gradients}
+        planned = {name: session._parameters[name] for name in session.plan.gradients}
         seen = combine(ranks, planned)
         names = {gradient.name for gradient in seen.gradients}
         # Parameters that the last steps have not used close the last bucket, so that nothing waits for them.

@@ -44,58 +44,67 @@ CLASSES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 class PlannedSession(Session):
     """A session that `planner.attach` made; without a plan it has a pilot, which finds one."""
 
-    pilot: Pilot | None = None
+    _pilot: Pilot | None = None
     _page: Path | None = None
     """Path of the page that this session has written."""
 
-    opener: Opener | None = None
+    _opener: Opener | None = None
     """Opens the run again when more parameters train; None without a pilot."""
 
-    def thawed(self, names: Sequence[str]) -> bool:
-        """See `Session.thawed`: the run begins again with all parameters, unless the caller decides on plans.
+    def _thawed(self, names: Sequence[str]) -> bool:
+        """See `Session._thawed`: the run begins again with all parameters, unless the caller decides on plans.
 
         Every rank comes here before the same step.
         """
-        if self.pilot is None or self.director is None or self.opener is None or current_backward_id() != OUTSIDE:
+        if self._pilot is None or self._director is None or self._opener is None or current_backward_id() != OUTSIDE:
             return False
-        facts = ModelFacts.of(self.model, self.parameters.values())
-        group, problem = self.options.process_group, facts.problem or self.opener.problem
+        facts = ModelFacts.of(self.model, self._parameters.values())
+        group, problem = self._options.process_group, facts.problem or self._opener.problem
         try:
-            with joined(group, *deadlines(self.options.timeout_s, group)) as world:
-                everyone = compare_ranks(world, self.model, facts, None, problem, self.options)
-                opening = self.opener.open(world, facts, everyone)
+            with joined(group, *deadlines(self._options.timeout_s, group)) as world:
+                everyone = compare_ranks(world, self.model, facts, None, problem, self._options)
+                opening = self._opener.open(world, facts, everyone)
         except CommunicationError as error:
             raise CommunicationError(
                 f"{shorten(names)}: requires_grad was set on this rank before step {self.step}, which every rank has "
                 f"to do before the same step, so that gradients can be averaged; {error}"
             ) from error
-        before = self.pilot
+        before = self._pilot
         before.close()
-        self.take_in(facts.parameters, opening.plan)
+        self._take_in(facts.parameters, opening.plan)
         before.tell(f"{pluralize(len(names), 'parameter')} more to train ({shorten(names)}): planned again", aloud=True)
-        self.fly(opening, watches=before.watches, story=before.story)
+        self._fly(opening, watches=before.watches, story=before.story)
         return True
 
-    def fly(self, opening: Opening, *, watches: bool, story: Sequence[str] = ()) -> None:
+    def _fly(self, opening: Opening, *, watches: bool, story: Sequence[str] = ()) -> None:
         """Have the run planned from its next step on."""
         opening = _begin_with_remembered(self, opening)
-        self.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
-        self.director = self.pilot = Pilot(self, opening, watches=watches, story=list(story))
+        self._recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
+        self._director = self._pilot = Pilot(self, opening, watches=watches, story=list(story))
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """See `Session.switch`; from then on the caller decides, and the run plans no more."""
         super().switch(plan, at_step)
-        if self.pilot is not None and self.director is not None:
-            self.pilot.tell("session.switch was called: planned no more")
-            self.pilot.close()
-            self.director = None
+        if self._pilot is not None and self._director is not None:
+            self._pilot.tell("session.switch was called: planned no more")
+            self._pilot.is_overruled = True
+            self._pilot.close()
+            self._director = None
 
     def detach(self, *, leave: bool = True) -> None:
         """Detach, as `Session.detach` does, and end planning."""
-        if leave and self.pilot is not None:
-            self.pilot.close()
-            self.director = None
+        if leave and self._pilot is not None:
+            if self.is_attached and self._director is not None and self._pilot.is_unplanned:
+                self._pilot.tell(self._pilot.summary(ended=True), aloud=True)
+            self._pilot.close()
+            self._director = None
         super().detach(leave=leave)
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the last steps as plain numbers by name; see `Session.metrics`. A run without a plan adds
+        `plans_tried`, `planning_us` (what planning has cost) and `planning_steps_left` (an estimate).
+        """
+        return super().metrics() | ({} if self._pilot is None else self._pilot.metrics())
 
     def explain(self, path: str | Path | None = PAGE) -> str:
         """Return what happened, the plan and the measured step in words; rank 0 prints that and saves a page.
@@ -104,18 +113,20 @@ class PlannedSession(Session):
             path: where the page goes, None for none; default: planner.html, or planner-2.html and so on where there is
                 a file that is not this session's. It needs plotly; without, that is said in place of it.
         """
-        story = tuple(self.pilot.story) if self.pilot is not None else ()
-        plan, decided = self.plan, self.pilot.decided if self.pilot is not None else None
+        story = tuple(self._pilot.story) if self._pilot is not None else ()
+        plan, decided = self.plan, self._pilot.decided if self._pilot is not None else None
         ddp = None if decided is None else (decided.baselines or {}).get("ddp")
         if plan.predicted is None and decided is not None and ddp is not None and ddp.buckets == len(plan.buckets):
             sources = {**(decided.sources or {}), **(plan.sources or {})}
             plan = replace(plan, predicted=ddp, baselines=decided.baselines, sources=sources)
         report = self.report()
         plan = per_optimizer_step(plan, *report.micro_batches)
-        stage = [] if self.pilot is None or self.pilot.stage is None else [self.pilot.stage]
-        lines = [*story, *stage, _plan_text(plan), str(report)]
+        stage = [] if self._pilot is None or self._pilot.stage is None else [self._pilot.stage]
+        plans = self._pilot is not None and not self._pilot.is_overruled
+        summary = [self._pilot.summary(ended=not self.is_attached)] if self._pilot is not None and plans else []
+        lines = [*summary, *story, *stage, _plan_text(plan), str(report)]
         plan = replace(plan, notes=(*plan.notes, *story, *stage))
-        if self.world.rank != 0:
+        if self._world.rank != 0:
             return "\n".join(lines)
         if path is PAGE:
             path = self._page = self._page or _unused(PAGE)
@@ -205,9 +216,9 @@ def attach(
 
     to_make = PlanToMake(opener.problem, first_plan)
     session = attach_as(PlannedSession, model, optimizer, to_make, replace(options, drift=False))
-    if session.world.ranks > 1:
-        session.opener = opener
-        session.fly(openings[0], watches=drift)
+    if session._world.ranks > 1:
+        session._opener = opener
+        session._fly(openings[0], watches=drift)
     return session
 
 
@@ -220,11 +231,11 @@ def _begin_with_remembered(session: PlannedSession, opening: Opening) -> Opening
     plan, key = opening.remembered.plan, opening.key
     try:
         _check_permitted(plan, key.accuracy, key.allow)
-        if missing := session.parameters.keys() - set(plan.gradients):
+        if missing := session._parameters.keys() - set(plan.gradients):
             raise PlanMismatch(f"the plan has no bucket with {sorted(missing)[0]}, expected one for each parameter")
         session.switch(plan)
     except PlanMismatch as error:
-        if session.world.rank == 0:
+        if session._world.rank == 0:
             warn_unused(error)
         return replace(opening, remembered=None)
     return opening

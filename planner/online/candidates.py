@@ -13,7 +13,7 @@ from planner.documents.profile import Profile
 from planner.documents.text import pluralize
 from planner.online.ddp import ddp_plan
 from planner.online.deciding import Decision, names_of
-from planner.online.planned_run import WATCHED_STEPS, PlannedRun, Steps
+from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WATCHED_STEPS, PlannedRun, Steps
 from planner.strategies.baselines import CAPS_MIB
 from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
@@ -59,10 +59,10 @@ class Candidates:
         that were tried.
         """
         run = self._run
-        run.begin_stage("rank 0 decides, which takes some seconds; what it finds is tried", 0)
+        run.begin_stage("rank 0 decides, which takes some seconds; what it finds is tried", 0, TRIAL_STEPS, DECIDING_S)
         reports, sized = run.opening.way == "report", self._sized()
         problem: str | None = None
-        if run.session.world.rank == 0:
+        if run.session._world.rank == 0:
             try:
                 others = [names_of(plan.buckets) for plan in (run.present, *sized.values())]
                 request = {
@@ -93,8 +93,8 @@ class Candidates:
             count: (other, us / present_us) for (count, other), us in zip(sized.items(), sized_us, strict=True)
         }
         words = (
-            f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
-            f"step, the present one {present_us / 1e3:.2f} ms"
+            f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {run.ms(predicted_us):.2f} ms a "
+            f"step, the present one {run.ms(present_us):.2f} ms"
         )
         if digest_of(plan) in tried:
             same = digest_of(plan) == digest_of(run.present)
@@ -124,7 +124,7 @@ class Candidates:
         """Return DDP's buckets of other sizes, by their number."""
         present, plans = self._run.present, dict[int, Plan]()
         for cap_mib in CAPS_MIB:
-            plan = ddp_plan(self._run.session.parameters, present.gradients, present.model, present.world, cap_mib)
+            plan = ddp_plan(self._run.session._parameters, present.gradients, present.model, present.world, cap_mib)
             plans.setdefault(len(plan.buckets), plan)
         return plans
 
@@ -134,8 +134,8 @@ class Candidates:
 
     def _seen_outside_us(self) -> float:
         """Return what lies between an update and the next forward, and in no prediction: input, other micro-batches."""
-        clock = self._run.session.recorder.clock
-        steps = complete(self._run.session.recorder.steps, clock)[-WATCHED_STEPS:]
+        clock = self._run.session._recorder.clock
+        steps = complete(self._run.session._recorder.steps, clock)[-WATCHED_STEPS:]
         return statistics.median(
             [clock.between_us(a.update_end or a.end, b.forward) for a, b in pairwise(steps)] or [0.0]
         )

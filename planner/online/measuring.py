@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.documents.profile import Contention, Profile, Sample
 from planner.jobs.replanning import profile_of_run, without_contention
-from planner.online.planned_run import WARM_UP_STEPS, PlannedRun, Steps
+from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WARM_UP_STEPS, PlannedRun, Steps
 from planner.profile.compute import RankTimes, busy_times_us, rank_times
 from planner.profile.links import make_bucket, undisturbed
 from runtime.comm.by_device import make_communicator
@@ -74,8 +74,8 @@ class RankSample:
 
 def observe(session: Session, most: int) -> RankSample | None:
     """Return this rank's measurements of at most `most` last steps; None where no step was seen whole."""
-    clock = session.recorder.clock
-    steps = complete(session.recorder.steps, clock)[-most:]
+    clock = session._recorder.clock
+    steps = complete(session._recorder.steps, clock)[-most:]
     if not steps:
         return None
     busy_us = busy_times_us(steps, clock)
@@ -110,9 +110,9 @@ class LinkProbe:
     """Sends messages of some sizes right behind a step, when all ranks have just met: as in a queue of buckets."""
 
     def __init__(self, session: Session, sizes_bytes: Sequence[int]) -> None:
-        self._clock = session.recorder.clock
-        self._communicator = make_communicator(session.world, [COLLECTIVES[LIBRARY]], session.device)
-        self._buckets = {size: make_bucket(size, session.device, "a message to time the link") for size in sizes_bytes}
+        self._clock = session._recorder.clock
+        self._communicator = make_communicator(session._world, [COLLECTIVES[LIBRARY]], session._device)
+        self._buckets = {size: make_bucket(size, session._device, "a message to time the link") for size in sizes_bytes}
         self._timings: list[tuple[CommTiming, CommTiming]] = []
         self.close = self._communicator.close
 
@@ -234,7 +234,7 @@ def measure_run(run: PlannedRun) -> Steps[tuple[list[RankSample], Curve]]:
     expected_us = [LinkProbe.calls(size) * (START_UP_US + size * byte_us) for size in sizes]
     waits = [max(1, math.ceil(time_us / (LINKS_SHARE * step_us))) for time_us in expected_us]
     doing = "steps and messages are measured; then rank 0 decides, and what it found is tried"
-    run.begin_stage(doing, PASSES * sum(waits))
+    run.begin_stage(doing, PASSES * sum(waits), TRIAL_STEPS, DECIDING_S)
     begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
     try:
         for number in range(PASSES):
@@ -248,6 +248,7 @@ def measure_run(run: PlannedRun) -> Steps[tuple[list[RankSample], Curve]]:
                 yield from run.wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
     finally:
         probe.close()
+        run.cost_us += spent_us
     samples: list[RankSample] = run.gather(observe(session, MEASURED_STEPS), "comparing the last steps")
     own = own_messages(sizes_of(run.present), [sample.overlap for sample in samples])
     curve = with_own_messages(curve_of(sizes, ranks), own)

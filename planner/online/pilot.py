@@ -18,7 +18,18 @@ from planner.online.candidates import Candidates, digest_of
 from planner.online.ddp import ddp_plan
 from planner.online.measuring import Seen, find_contention, make_profile, measure_run
 from planner.online.opening import Opening
-from planner.online.planned_run import FIRST_STAGE, WARM_UP_STEPS, WATCHED_STEPS, PlannedRun, Steps, called
+from planner.online.planned_run import (
+    DECIDING_S,
+    FIRST_STAGE,
+    MEASURING_S,
+    MEASURING_STEPS,
+    TRIAL_STEPS,
+    WARM_UP_STEPS,
+    WATCHED_STEPS,
+    PlannedRun,
+    Steps,
+    called,
+)
 from planner.online.trials import Trials
 from runtime.plan import Plan
 from runtime.session.session import Session
@@ -39,6 +50,8 @@ class Pilot:
     def __init__(self, session: Session, opening: Opening, *, watches: bool = True, story: Sequence[str] = ()) -> None:
         """`watches`: whether to plan again where steps drift; `story`: what has happened before."""
         self.watches = watches
+        self.is_overruled = False
+        """Whether the caller has switched to a plan, and decides from then on."""
         self._run = run = PlannedRun(session, opening, story)
         self._candidates = Candidates(run)
         self._trials = Trials(run, self._candidates)
@@ -54,6 +67,40 @@ class Pilot:
     def stage(self) -> str | None:
         """Return the stage of planning; see `PlannedRun.stage`."""
         return self._run.stage
+
+    @property
+    def is_unplanned(self) -> bool:
+        """Return whether planning has begun, and no plan has been tried yet."""
+        run = self._run
+        return self.stage is not None and run.trials == 0 and run.opening.remembered is None
+
+    def summary(self, *, ended: bool) -> str:
+        """Return what planning has brought, in a sentence; `ended`: the run is over."""
+        run = self._run
+        if run.opening.way == "off":
+            return "PLANNER=off: DDP's buckets, nothing was measured or tried"
+        if self.is_unplanned:
+            state = "the run ended before planning" if ended else "not planned yet"
+            return f"{state}: about {pluralize(run.steps_left, 'more step')}"
+        if run.opening.way == "report":
+            return "PLANNER=report: kept DDP's buckets, nothing was tried"
+        tried = f"{pluralize(run.trials, 'alternative')} tried"
+        if run.ratio < 1.0:
+            text = f"found {called(run.present)}: {1.0 - run.ratio:.1%} less time a step ({tried})"
+        elif run.opening.remembered is not None:
+            text = f"kept {called(run.present)}, which an earlier run found" + (f" ({tried})" if run.trials else "")
+        elif self.decided is None:
+            text = "kept DDP's buckets: no plan was made"
+        elif run.trials:
+            text = f"kept DDP's buckets: {tried}, none faster"
+        else:
+            text = "kept DDP's buckets: nothing is predicted to be worth a trial"
+        return f"{text}; planning cost {run.cost_us / 1e6:.1f} s"
+
+    def metrics(self) -> dict[str, float]:
+        """Return what planning has cost, as `Session.metrics` does."""
+        run = self._run
+        return {"plans_tried": run.trials, "planning_us": run.cost_us, "planning_steps_left": run.steps_left}
 
     @property
     def decided(self) -> Plan | None:
@@ -94,16 +141,16 @@ class Pilot:
         """Return DDP's buckets in the order in which gradients became ready on rank 0, as DDP does after a step."""
         run = self._run
         session = run.session
-        step = session.recorder.steps[-1]
-        clock, names = session.recorder.clock, run.present.gradients
+        step = session._recorder.steps[-1]
+        clock, names = session._recorder.clock, run.present.gradients
         at = {n: clock.between_us(step.backward, mark) for n, mark in zip(names, step.ready, strict=True) if mark}
-        session.recorder.each_gradient = clock.cheap
+        session._recorder.each_gradient = clock.cheap
         # What got no gradient comes last, where nothing waits for it.
         mine = sorted(names, key=lambda name: at.get(name, math.inf))
         order: list[str] = run.gather(mine, "agreeing on the order of gradients")[0]
         if tuple(order) == names:
             return run.present
-        return ddp_plan(session.parameters, order, run.present.model, run.present.world)
+        return ddp_plan(session._parameters, order, run.present.model, run.present.world)
 
     def _try_scaled(self) -> Steps[None]:
         """Try the plan that measurements on another number of ranks give for this one, before any are taken here."""
@@ -128,11 +175,11 @@ class Pilot:
     def _improve(self) -> Steps[None]:
         """Measure the present plan's steps, decide, and keep what is faster."""
         run = self._run
-        run.session.recorder.each_gradient = True
-        run.begin_stage(FIRST_STAGE, WARM_UP_STEPS)
+        run.session._recorder.each_gradient = True
+        run.begin_stage(FIRST_STAGE, WARM_UP_STEPS, MEASURING_STEPS + TRIAL_STEPS, MEASURING_S + DECIDING_S)
         yield from run.wait(WARM_UP_STEPS)
         samples, curve = yield from measure_run(run)
-        run.session.recorder.each_gradient = run.session.recorder.clock.cheap
+        run.session._recorder.each_gradient = run.session._recorder.clock.cheap
         if not samples:
             run.doing = None
             run.tell(
@@ -175,7 +222,7 @@ class Pilot:
         while True:
             step_us = max(run.gather(run.step_us, "comparing times of steps"))
             yield from run.wait(max(WATCHED_STEPS + WARM_UP_STEPS, math.ceil(WATCH_S * 1e6 / step_us)))
-            last = run.session.recorder.intervals_us()[-WATCHED_STEPS:]
+            last = run.session._recorder.intervals_us()[-WATCHED_STEPS:]
             windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last) - WINDOW_STEPS + 1, WINDOW_STEPS)]
             medians = [statistics.median(window) for window in windows]
             everyone: list[list[float]] = run.gather(medians, "watching steps")
@@ -188,6 +235,6 @@ class Pilot:
                 reference_us = now_us
                 run.remember(reference_us)
             elif shortest_us > (1.0 + DRIFT) * reference_us or longest_us < (1.0 - DRIFT) * reference_us:
-                text = f"steps take {now_us / 1e3:.2f} ms, and took {reference_us / 1e3:.2f} ms: planned again"
+                text = f"steps take {run.ms(now_us):.2f} ms, and took {run.ms(reference_us):.2f} ms: planned again"
                 run.tell(text, aloud=True)
                 return True

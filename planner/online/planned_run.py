@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from planner.documents.profile import Profile
 from planner.documents.text import pluralize
 from planner.online.cache import Remembered
 from planner.online.opening import Opening
+from planner.online.trying import FEWEST_ROUNDS
 from planner.profile.request import LOGGER, heard
 from runtime.errors import CacheWarning, PlannerError
+from runtime.monitor.verdict import BLOCK_STEPS
 from runtime.plan import Plan
 from runtime.session.session import Session
 
@@ -26,6 +30,24 @@ WARM_UP_STEPS = 10
 FIRST_STAGE = (
     "the first steps warm up, then steps are measured; a plan takes some 100 steps of 50 ms, more of shorter ones"
 )
+MEASURING_STEPS, MEASURING_S = 20, 2.0
+"""Expected minimum of steps and of seconds in which links are measured."""
+DECIDING_S = 3.0
+"""Expected time in which rank 0 decides."""
+TRIAL_STEPS = 2 * BLOCK_STEPS * FEWEST_ROUNDS
+"""Steps of a trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of planning."""
+
+    what: str
+    end_step: int
+    later_steps: int = 0
+    """Expected minimum of steps from the end of this stage to the end of the first trial."""
+    later_s: float = 0.0
+    """Expected seconds of that in which steps are not counted."""
 
 
 class PlannedRun:
@@ -39,26 +61,44 @@ class PlannedRun:
         self.next: Plan | None = None
         self.profile: Profile | None = None
         """Profile that the last plan was decided from."""
-        self.doing: tuple[str, int] | None = (FIRST_STAGE, WARM_UP_STEPS + 2)
-        """Stage of the run before it has something to report, and the step at which that ends."""
+        self.doing: Stage | None = Stage(
+            what=FIRST_STAGE, end_step=WARM_UP_STEPS + 2, later_steps=MEASURING_STEPS + TRIAL_STEPS,
+            later_s=MEASURING_S + DECIDING_S,
+        )  # fmt: skip
+        """Stage of planning; None: planning waits for nothing."""
+        self.trials = 0
+        """Number of plans that were tried."""
+        self.cost_us = 0.0
+        """Time that timed messages and slower plans in trials have cost."""
+        self.ratio = 1.0
+        """Step with the present plan over that with the first one, by trials."""
 
     @property
     def stage(self) -> str | None:
         """Return the stage of planning and the number of steps that it still takes; None where it waits for nothing."""
         if self.doing is None or self.opening.way == "off":
             return None
-        what, end = self.doing
-        left = max(0, end - self.session.step)
+        left = max(0, self.doing.end_step - self.session.step)
         more = f", for about {pluralize(left, 'more step')}" if left else ""
-        return f"now, after {pluralize(self.session.step, 'step')}: {what}{more}"
+        return f"now, after {pluralize(self.session.step, 'step')}: {self.doing.what}{more}"
 
-    def begin_stage(self, what: str, steps: int) -> None:
-        self.doing = what, self.session.step + steps
+    @property
+    def steps_left(self) -> int:
+        """Expected number of steps until planning waits for nothing."""
+        if self.doing is None or self.opening.way == "off":
+            return 0
+        waited = math.ceil(self.doing.later_s * 1e6 / self.step_us)
+        return max(0, self.doing.end_step - self.session.step) + self.doing.later_steps + waited
+
+    def begin_stage(self, what: str, steps: int, later_steps: int = 0, later_s: float = 0.0) -> None:
+        """Begin a stage of a number of steps; see `Stage`."""
+        end_step = self.session.step + steps
+        self.doing = Stage(what=what, end_step=end_step, later_steps=later_steps, later_s=later_s)
 
     def tell(self, text: str, *, aloud: bool = False) -> None:
         """Add to the story; `aloud`: rank 0 logs it, too."""
         self.story.append(f"step {self.session.step}: {text}")
-        if aloud and self.session.world.rank == 0:
+        if aloud and self.session._world.rank == 0:
             with heard():
                 LOGGER.info("planner: after %d steps: %s", self.session.step, text)
 
@@ -73,12 +113,16 @@ class PlannedRun:
             self.present = self.next = plan
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        return self.session.world.gather(value, what)
+        return self.session._world.gather(value, what)
 
     @property
     def step_us(self) -> float:
         """Median of the last steps on this rank."""
-        return self.session.recorder.step_us(WATCHED_STEPS)
+        return self.session._recorder.step_us(WATCHED_STEPS)
+
+    def ms(self, exchange_us: float) -> float:
+        """Return the time from one exchange to the next as that of a step of the optimizer, in ms."""
+        return exchange_us * self.session._recorder.exchanges_per_update / 1e3
 
     def remember(self, step_us: float | None = None, *, settled: bool = True) -> None:
         """Save the present plan for the next run, on rank 0, which warns once where it cannot.
@@ -87,7 +131,7 @@ class PlannedRun:
             step_us: a step with the plan; None: the last ones' median.
             settled: whether the run has tried all that it would; the next one continues otherwise.
         """
-        if self._cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
+        if self._cache is None or self.session._world.rank != 0 or self.opening.way != "auto":
             return
         if step_us is None:
             step_us = self.step_us

@@ -6,8 +6,8 @@ import math
 
 from planner.online.candidates import Candidates, digest_of
 from planner.online.measuring import Overlap, Seen, median_overlap, observe, sizes_of
-from planner.online.planned_run import PlannedRun, Steps, called
-from planner.online.trying import FEWEST_ROUNDS, climb, judge
+from planner.online.planned_run import TRIAL_STEPS, PlannedRun, Steps, called
+from planner.online.trying import climb, judge
 from runtime.monitor.trial import Rounds, trial_steps
 from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan
@@ -32,7 +32,7 @@ class Trials:
         """
         run, lost_steps = self._run, self._lost_steps
         left = max(0, math.ceil((lost_steps + MIN_BUDGET_STEPS) / TRIAL_BUDGET) - run.session.step)
-        run.begin_stage(f"{called(plan)} is tried", left + 2 * BLOCK_STEPS * FEWEST_ROUNDS)
+        run.begin_stage(f"{called(plan)} is tried", left + TRIAL_STEPS)
         yield from run.wait(left)
         old = run.present
         rounds: Rounds = []
@@ -42,7 +42,8 @@ class Trials:
         def verdict_on(found: Rounds) -> Verdict | None:
             nonlocal rounds
             rounds = found
-            return judge(found, (called(plan), called(old)), may_lose_steps * found[0][1])
+            exchanges = run.session._recorder.exchanges_per_update
+            return judge(found, (called(plan), called(old)), may_lose_steps * found[0][1], exchanges)
 
         def look(tried: Plan) -> None:
             run.present = tried
@@ -50,11 +51,15 @@ class Trials:
                 seen[tried is plan].append(sample.overlap)
 
         run.next = None  # a block begins with its own plan
-        verdict = yield from trial_steps((plan, old), old, run.session.recorder, run.session.world, verdict_on, look)
+        verdict = yield from trial_steps((plan, old), old, run.session._recorder, run.session._world, verdict_on, look)
         if verdict is None:  # the session has said why
             run.present = old
             return []
         self._lost_steps += BLOCK_STEPS * max(0.0, sum(new / old - 1.0 for new, old in rounds))
+        run.cost_us += BLOCK_STEPS * max(0.0, sum(new - old for new, old in rounds))
+        run.trials += 1
+        if verdict.good:
+            run.ratio *= verdict.step_us / verdict.other_us
         run.tell(verdict.text, aloud=True)
         self._candidates.learn(plan, verdict)
         run.switch(plan if verdict.good else old)

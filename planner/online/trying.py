@@ -18,10 +18,11 @@ MIN_BUCKET_RATIO = 1.25
 
 
 def judge(
-    rounds: Sequence[tuple[float, float]], names: tuple[str, str], may_lose_us: float = math.inf
+    rounds: Sequence[tuple[float, float]], names: tuple[str, str], may_lose_us: float = math.inf, exchanges: int = 1
 ) -> Verdict | None:
     """Return the verdict of rounds of (step of the new plan, step of the old one) in microseconds on the slowest rank;
-    None where another round is needed. `names` are those of the plans.
+    None where another round is needed. `names` are those of the plans; the text has times of a step of the optimizer,
+    which is a number of `exchanges`.
 
     A trial ends early where it has lost more than it may, unless rounds differ by more than the plans do: something
     else on the machine or the network interrupts one plan's block as likely as the other's, and outweighs all other
@@ -39,9 +40,10 @@ def judge(
     kept = sorted(rounds, key=lambda one: one[1] - one[0])[cut : count - cut]
     new_us, old_us = (statistics.fmean(column) for column in zip(*kept, strict=True))
     good = new_us < old_us
+    new_ms, old_ms, noise_ms = (time_us * exchanges / 1e3 for time_us in (new_us, old_us, noise_us))
     text = (
-        f"steps with {names[0]} take {new_us / 1e3:.2f} ms, with {names[1]} {old_us / 1e3:.2f} ms "
-        f"({f'noise ± {noise_us / 1e3:.2f} ms, ' if count > 1 else ''}{count * 2 * BLOCK_STEPS} steps): "
+        f"steps with {names[0]} take {new_ms:.2f} ms, with {names[1]} {old_ms:.2f} ms "
+        f"({f'noise ± {noise_ms:.2f} ms, ' if count > 1 else ''}{count * 2 * BLOCK_STEPS} steps): "
         f"the run goes on with {names[0] if good else names[1]}"
     )
     return Verdict(good=good, step_us=new_us, other_us=old_us, noise_us=noise_us, text=text)

@@ -158,9 +158,9 @@ class StepRunner:
         plan = measuring_plan(training.model, bench.world.ranks)
         self.session = Session(training.model, training.optimizer, plan, bench.world, options)
         if communicator is not None:
-            self.session.use_communicator(communicator)
-        self.clock = self.session.recorder.clock
-        self.session.recorder.each_gradient = True
+            self.session._use_communicator(communicator)
+        self.clock = self.session._recorder.clock
+        self.session._recorder.each_gradient = True
 
     def run(self) -> StepMarks:
         """Run one step, which all ranks begin together, from resetting the gradients to the update.
@@ -171,7 +171,7 @@ class StepRunner:
             InputError: the step gives no parameter a gradient, or the optimizer's step raises.
         """
         self._world.gather(None, "starting a step together")
-        recorder = self.session.recorder
+        recorder = self.session._recorder
         recorder.steps.clear()
         begun = self.clock.mark()
         for parameter in self._training.model.parameters():

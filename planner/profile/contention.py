@@ -224,9 +224,9 @@ def _round(runner: StepRunner, flood: _Flood, chosen: Sequence[Sort]) -> list[Se
         flood.choose(kind, size_bytes, messages)
         flood.send_alone()
         network_us = between(flood.sent[0].start, flood.sent[-1].end)
-        runner.session.recorder.on_backward = flood.begin
+        runner.session._recorder.on_backward = flood.begin
         both = runner.run()
-        runner.session.recorder.on_backward = None
+        runner.session._recorder.on_backward = None
         both_us = between(both.backward, both.backward_end)
         ends_us = [between(flood.sent[0].start, sent.end) for sent in flood.sent]
         shared_us = min(both_us, ends_us[-1])

@@ -200,7 +200,7 @@ class RehearsalRunner(VariantRunner):
     def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
         """Attach a plan; selecting and unpacking are the accelerator's work, which begins with them."""
         session = super()._attach(optimizer, plan)
-        if isinstance(feedback := session.exchange.carried, ErrorFeedbackState):
+        if isinstance(feedback := session._exchange.carried, ErrorFeedbackState):
             for lossy in feedback.lossy.values():
                 lossy.pack = partial(self._on_device, lossy.pack)  # type: ignore[method-assign]
                 lossy.unpack = partial(self._on_arrival, lossy.unpack)  # type: ignore[method-assign]

@@ -165,8 +165,8 @@ def _predictions(plan: Plan) -> Iterator[Mapping[str, Any]]:
 def print_difference(found: Difference, names: tuple[str, str]) -> None:
     """Print what is executed differently and what is predicted differently; `names` are the plans' files."""
     console = make_console()
-    if found.same:
-        console.print(f"{names[0]} and {names[1]} execute the same", highlight=False)
+    how = "execute the same" if found.same else f"differ in {pluralize(len(found.executed), 'thing')} that they execute"
+    console.print(f"{names[0]} and {names[1]} {how}", highlight=False)
     titles = (("what they do differently", found.executed), ("what they predict, and from what", found.predicted))
     for title, rows in titles:
         columns = ("what", f"first: {sanitize(names[0])}", f"second: {sanitize(names[1])}")

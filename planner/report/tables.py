@@ -85,7 +85,7 @@ def bucket_table(plan: Plan, members: Callable[[PlanBucket], str], most: int, un
         for index, (bucket, times) in enumerate(zip(plan.buckets[:most], sent, strict=False))
     ]
     columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
-    return Listing("buckets in launch order", columns, rows, left=("gradients", "how", "why"))
+    return Listing("buckets in launch order", columns, rows, left=("gradients", "how", "why"), details="why")
 
 
 def _bucket_table(plan: Plan) -> Listing:
@@ -217,7 +217,9 @@ def _updaters_table(plan: Plan) -> Listing:
 
 
 def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[str] = ()) -> None:
-    """Print summary, certificate and notes, and `more` lines; with `buckets` also the table of buckets and sources."""
+    """Print the plan in a sentence, tables, certificate and notes, and `more` lines; with `buckets` also the table of
+    buckets and sources.
+    """
     if plan.fsdp2 is not None:
         tables = list(wrapping_listings(plan, plan.fsdp2, groups=buckets))
         said = wrapping_lines(plan, plan.fsdp2)
@@ -227,6 +229,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
         tables += [table(plan) for points, table in risky if points]
         line = describe(plan).line
         said = [f"accuracy {plan.accuracy}; {line}" if line else "", *interface_lines(plan), uncertainty_line(plan)]
+    console.print(plan_line(plan), highlight=False)
     print_tables(*tables, console=console)
     lines = [*filter(None, (*said, certificate_text(plan)))]
     lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
@@ -236,6 +239,43 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
         lines += [f"{sanitize(name)}: {sanitize(text, SENTENCE_CHARACTERS)}" for name, text in sources]
     for line in (*lines, *more):
         console.print(line, highlight=False)
+
+
+GAIN = 0.005
+"""Predicted gain over DDP, as a share of its step, below which a plan is not worth a change."""
+
+
+def plan_line(plan: Plan) -> str:
+    """Return the plan in one sentence: its messages, its predicted step, and that of DDP or of the best baseline."""
+    said, baselines = plan.predicted, plan.baselines or {}
+    messages = pluralize(len(plan.buckets), "bucket")
+    if plan.fsdp2 is not None:
+        messages = f"a wrapping of {pluralize(len(plan.fsdp2.groups) + 1, 'group')}"
+    kind = "" if plan.accuracy == "exact" else f"{plan.accuracy}, "
+    if said is None:
+        return f"planned {messages} ({kind}nothing is predicted of them)"
+    step = f"predicted step {milliseconds(said.iteration_us)} ms"
+    if not baselines or describe(plan).makes_batches:
+        return f"planned {messages} ({kind}{step})"
+    name = "ddp" if "ddp" in baselines else min(baselines, key=lambda one: baselines[one].iteration_us)
+    reference, called = baselines[name], "DDP" if name == "ddp" else sanitize(name)
+    gain = 1.0 - said.iteration_us / reference.iteration_us if reference.iteration_us > 0.0 else 0.0
+    against = f"{called} {milliseconds(reference.iteration_us)} ms"
+    if gain < GAIN:
+        return f"nothing to gain over {called}: {step} with {messages}, {against}; {len(baselines)} baselines predicted"
+    return f"planned {messages} ({kind}{step}): {gain:.1%} less than {against}"
+
+
+def simulation_line(results: Sequence[Simulation]) -> str:
+    """Return which strategy is fastest on each number of ranks, in one sentence."""
+    fastest: dict[str, list[int]] = {}
+    for ranks in dict.fromkeys(result.ranks for result in results):
+        best = min((result for result in results if result.ranks == ranks), key=lambda result: result.iteration_us)
+        fastest.setdefault(best.strategy, []).append(ranks)
+    return "fastest: " + "; ".join(
+        f"{sanitize(name)} on {', '.join(map(str, counts))} rank{'' if counts == [1] else 's'}"
+        for name, counts in fastest.items()
+    )
 
 
 def simulation_table(results: Sequence[Simulation]) -> Listing:
@@ -248,7 +288,8 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
     columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"]
     quantiles = list((results[0].quantiles_us or {}) if results else {})
     columns += [f"{name} (ms)" for name in quantiles]
-    columns += ["critical path"] if any(result.critical_path for result in results) else []
+    shown = any(result.critical_path for result in results)
+    columns += ["critical path"] if shown else []
     rows = []
     for result in results:
         shares = sorted((result.critical_path or {}).items(), key=lambda item: -item[1])
@@ -265,7 +306,8 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
             *([critical_path] if result.critical_path else []),
         ))  # fmt: skip
     left = ("strategy", "all-reduce", "critical path")
-    return Listing(f"predicted time of one step{changes}", columns, rows, left)
+    title = f"predicted time of one step{changes}"
+    return Listing(title, columns, rows, left, label="strategy", details="critical path" if shown else "")
 
 
 FITTED_SIZES = (2**20, 2**25, 2**30)
@@ -315,14 +357,15 @@ def advice_table(advice: Advice) -> Listing:
     between = ["between (ms)"] if ranged else []
     columns = ("way", "step (ms)", *between, "exposed (ms)", "memory", "fits", "asks for", "why")
     where = f"{sanitize(advice.model)} on {sanitize(advice.cluster)}, {pluralize(advice.ranks, 'rank')}"
-    return Listing(f"{where}: least risky first", columns, rows, left=("way", "fits", "asks for", "why"))
+    left = ("way", "fits", "asks for", "why")
+    return Listing(f"{where}: least risky first", columns, rows, left=left, details="why")
 
 
 def advice_lines(advice: Advice) -> list[str]:
-    """Return what to use and why, what that rests on, and how to continue."""
-    lines = [f"use {advice.use}: {advice.reason}", f"messages: {advice.cost_source}"]
+    """Return what the advice rests on, and how to continue."""
+    lines = [f"messages: {advice.cost_source}"]
     if advice.if_lossy is not None:
-        lines.insert(1, f"where messages may lose digits (--accuracy bounded): {advice.if_lossy}")
+        lines.insert(0, f"where messages may lose digits (--accuracy bounded): {advice.if_lossy}")
     if advice.interval is not None:
         lines.append(f"messages are within ± {advice.interval:.0%} for 9 of 10")
     lines.append(str(advice.computed_with.compute))
@@ -343,6 +386,19 @@ def advice_lines(advice: Advice) -> list[str]:
     return lines
 
 
+def sweep_lines(points: Sequence[ScalePoint]) -> list[str]:
+    """Return the efficiency of each model on each cluster, on the fewest and on the most ranks."""
+    pairs: dict[tuple[str, str], list[ScalePoint]] = {}
+    for point in points:
+        pairs.setdefault((sanitize(point.model), sanitize(point.cluster)), []).append(point)
+    lines = []
+    for (model, cluster), found in pairs.items():
+        few, many = (of(found, key=lambda point: point.ranks) for of in (min, max))
+        text = f"{model} on {cluster}: efficiency {few.efficiency:.1%} on {pluralize(few.ranks, 'rank')}"
+        lines.append(text + (f", {many.efficiency:.1%} on {many.ranks}" if many.ranks > few.ranks else ""))
+    return lines
+
+
 def sweep_table(points: Sequence[ScalePoint]) -> Listing:
     """List predictions at scale."""
     columns = ("model", "cluster", "ranks", "how", "step (ms)", "median (ms)", "99 % (ms)", "efficiency", "goodput")
@@ -357,7 +413,7 @@ def sweep_table(points: Sequence[ScalePoint]) -> Listing:
         )
         for point in points
     ]
-    return Listing("predicted at scale", columns, rows, left=("model", "cluster", "how"))
+    return Listing("predicted at scale", columns, rows, left=("model", "cluster", "how"), label="ranks")
 
 
 def profile_lines(profile: Profile) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -319,6 +320,11 @@ class World:
                 ranks = dist.get_process_group_ranks(group)
                 if lost in ranks and backend_of(group, torch.device("cpu")) == "gloo":
                     break_off(group, ranks.index(lost))
+
+    def warn(self, text: str, category: type[Warning]) -> None:
+        """Warn on rank 0 of what every rank has found alike."""
+        if self.rank == 0:
+            warnings.warn(text, category, stacklevel=3)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Gather every rank's picklable value; all ranks must call this.

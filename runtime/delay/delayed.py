@@ -157,7 +157,9 @@ class Delayed(Mode, StepHooks):
         self.stage: Stage = "warm-up"
         self.steps = plan.delay.steps
         """Steps between two pulls (k); shortened if ranks drift apart."""
-        self.staleness, self.pace = Staleness(), Pace(host.recorder.clock, self.steps)
+        warns = host.world.rank == 0
+        self.staleness = Staleness(warns=warns)
+        self.pace = Pace(host.recorder.clock, self.steps, warns=warns)
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._device = next(iter(self._parameters.values())).device
         self._loss_scale = host.options.loss_scale or (lambda: 1.0)
@@ -369,9 +371,7 @@ class Delayed(Mode, StepHooks):
             problem = first_line(error)
         problems = [one for one in self.host.world.gather(problem, "beginning a delay") if one]
         if problems or pushes is None:
-            warnings.warn(
-                f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning, stacklevel=4
-            )
+            self.host.world.warn(f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning)
             self.stage = OVER
             return
         while len(self._lrs) < self.steps:  # with less warm-up than k
@@ -402,11 +402,10 @@ class Delayed(Mode, StepHooks):
             self._done_by_owners = self.host.step
         scales = self.host.world.gather(self._loss_scale(), "comparing loss scales")
         if len(set(scales)) > 1:
-            warnings.warn(
+            self.host.world.warn(
                 f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
                 f"steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)",
                 AccuracyWarning,
-                stacklevel=3,
             )
         self._pushes = None
         self._own.end()

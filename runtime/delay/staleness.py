@@ -78,7 +78,9 @@ def _square(part: Tensor) -> Tensor:
 class Staleness:
     """Distances of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warns: bool = True) -> None:
+        """`warns`: whether this rank warns of what all ranks find alike."""
+        self._warns = warns
         self._snapshot: dict[str, Tensor] | None = None
         self._lr_since = 0.0
         self._moved: list[float] = []
@@ -144,6 +146,8 @@ class Staleness:
         self._alarms, last = 0, list(self.samples)[-PULLS:]
         following = steps // 2
         what = f"weights are pulled every {following} steps" if following > 1 else "weights are pulled in every step"
+        if not self._warns:
+            return following
         values = ", ".join(f"{sample.relative:.1f} ({sample.share:.0%})" for sample in last)
         warnings.warn(
             f"ranks' weights are far from the global ones (by {values} times what the warm-up moved them by, expected "

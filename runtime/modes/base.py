@@ -38,9 +38,12 @@ class Host(Protocol):
     recorder: Recorder
     parameters: dict[str, nn.Parameter]
     device: torch.device
-    step: int
-    """Number of steps that have been exchanged."""
     options: AttachOptions
+
+    @property
+    def step(self) -> int:
+        """Number of steps that have been exchanged."""
+        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None: ...

@@ -6,9 +6,10 @@ apart, a slow network and a straggler, late to every message, it says so; `plann
 
 from __future__ import annotations
 
+import logging
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
 from runtime.monitor.verdict import Cause, Verdict
 from runtime.plan import Plan
+
+LOGGER = logging.getLogger("runtime.monitor")
 
 WARM_UP_STEPS = 10
 """The first steps of a plan are not judged: caches, allocators and connections are cold."""
@@ -32,10 +35,17 @@ SLOWER, NOT_SLOWER = 0.20, 0.10
 """Steps drift when the median of every window is more than 20 % above the prediction, and have stopped to when the
 median of all is less than 10 % above it."""
 
-HINT = (
-    "planner.replan(session) adapts the plan while the run goes on; or measure again, in the script with "
-    "planner.profile_step, or with `planner profile JOB`, and make a new plan with `planner optimize`"
+AGAIN = (
+    "measure again, in the script with planner.profile_step, or with `planner profile JOB`, and make a new plan with "
+    "`planner optimize`"
 )
+REPLAN = "planner.replan(session), called on every rank, adapts the plan while training continues"
+HINTS: Mapping[Cause, str] = {
+    "compute": f"{REPLAN}; or {AGAIN}",
+    "network": f"{REPLAN}, and notes if a rank is a straggler; or {AGAIN}",
+    "rank": f"{REPLAN}, and notes which rank it is: look for other programs there; or {AGAIN}",
+}
+"""Cause of longer steps → advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +202,7 @@ def _excess(measured_us: Sequence[float], predicted_us: Sequence[float]) -> floa
 
 
 class DriftGuard:
-    """Judges a session's steps now and then, and warns once for each plan."""
+    """Judges a session's steps now and then. Rank 0 warns once for each plan, other ranks log what they have found."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self._rank, self._clock = rank, clock
@@ -221,7 +231,11 @@ class DriftGuard:
             return
         self._warned = True
         count = WINDOW_STEPS * WINDOWS
-        warnings.warn(f"rank {self._rank}, last {count} steps: {self.verdict.text}. {HINT}", DriftWarning, stacklevel=2)
+        text = f"rank {self._rank}, last {count} steps: {self.verdict.text}. {HINTS[self.verdict.cause]}"
+        if self._rank == 0:
+            warnings.warn(text, DriftWarning, stacklevel=2)
+        else:
+            LOGGER.info("%s", text)
 
 
 def warn_of_torch(plan: Plan) -> None:

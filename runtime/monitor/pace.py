@@ -31,8 +31,9 @@ NO_TIMING = (0.0, 0.0, 0.0)
 class Pace:
     """Times of one run."""
 
-    def __init__(self, clock: Clock, k: int) -> None:
-        """`k` is the delay that the plan asks for."""
+    def __init__(self, clock: Clock, k: int, *, warns: bool = True) -> None:
+        """`k` is the delay that the plan asks for; `warns`: whether this rank warns of what all ranks find alike."""
+        self._warns = warns
         self._clock, self._k, self._over = clock, k, False
         self._before: deque[Any] = deque(maxlen=TURNS * k + 1)
         self._step = 0
@@ -90,7 +91,7 @@ class Pace:
         self.verdict = faster(
             delayed_us, synchronous_us, noise_us, "delayed steps", "those of the warm-up", "synchronous ones"
         )
-        if not self.verdict.good:
+        if self._warns and not self.verdict.good:
             warnings.warn(self.verdict.text, FallbackWarning, stacklevel=2)
         return self.verdict.good
 

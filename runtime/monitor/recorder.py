@@ -142,6 +142,12 @@ class Recorder:
         """Return the median of the last steps; of none, if another plan has just begun, a usual time."""
         return statistics.median(self.intervals_us()[-last:] or [USUAL_STEP_US])
 
+    @property
+    def exchanges_per_update(self) -> int:
+        """Number of exchanges in one step of the optimizer, over the last steps; 1 if no optimizer is seen to step."""
+        updates = sum(marks.update_end is not None for marks in self.steps)
+        return max(1, round(len(self.steps) / updates)) if updates else 1
+
     def _before_update(self, *_: Any) -> None:
         if self.steps and self.steps[-1].update_end is None:  # else a closure is about to make the next step
             self.steps[-1].update = self.clock.mark()

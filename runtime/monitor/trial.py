@@ -8,7 +8,6 @@ which the slowest counts, and so are the same on all of them.
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Generator, Sequence
 
 from runtime.comm.world import World
@@ -85,7 +84,7 @@ class Trial:
             yield None
         self.verdict = yield from trial_steps((lossy, exact), lossy, recorder, world, lambda rounds: judge(rounds))
         if self.verdict is not None and not self.verdict.good:
-            warnings.warn(self.verdict.text, FallbackWarning, stacklevel=3)
+            world.warn(self.verdict.text, FallbackWarning)
             yield exact
 
 

@@ -6,6 +6,7 @@ parts are means over the same steps, the middle half by length, so that they add
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,26 @@ class Report:
     def save(self, path: str | Path) -> None:
         write_json(path, self.to_document())
 
+    def metrics(self) -> dict[str, float]:
+        """Return the report as plain numbers by name, for TensorBoard and the like; what is not known is left out.
+
+        Times are of one step of the optimizer, in microseconds; docs/howto/metrics.md describes each name.
+        """
+        known: dict[str, float | None] = {"steps_seen": self.steps, "buckets": len(self.buckets) or None}
+        sizes = [bucket.size_bytes for bucket in self.buckets]
+        if sizes and None not in sizes:
+            known["gradient_bytes"] = sum(size or 0 for size in sizes)
+        if self.steps:
+            known |= {
+                "micro_batches": self.micro_batches[0], "step_us": self.iteration_us, "interval_us": self.every_us,
+                "forward_us": self.forward_us, "backward_us": self.backward_us, "wait_us": self.wait_us,
+                "update_us": self.update_us, "script_us": self.script_us, "predicted_us": self.predicted_us,
+                "prediction_error": self.error,
+            }  # fmt: skip
+        harms = [one.sample.figure / one.sample.limit for one in self.buckets if one.sample and one.sample.limit > 0.0]
+        known["compression_harm"] = max(harms, default=None)
+        return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
+
     def __str__(self) -> str:
         if not self.steps:
             return (
@@ -231,9 +252,9 @@ class Report:
         interface = f"; interface {', '.join(self.interfaces)}" if self.interfaces else ""
         of = f" of {self.accumulated.micro_batches + 1} micro-batches" if self.accumulated else ""
         lines = [
-            *((self.cause,) if self.cause is not None else ()),
             f"rank {self.rank} of {self.ranks}, {self.steps} steps{of}: "
             f"measured {self.iteration_us / 1e3:.2f} ms{predicted}{interface}",
+            *((f"  {self.cause}",) if self.cause is not None else ()),
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]

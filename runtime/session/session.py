@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -74,10 +73,55 @@ class Director(Protocol):
         ...
 
 
-class Session:
-    """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.base.Host`."""
+class SessionHost:
+    """The part of a session that its modes see: the `runtime.modes.base.Host`."""
 
-    director: Director | None = None
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.model, self.world, self.options = session.model, session._world, session._options
+        self.recorder, self.parameters, self.device = session._recorder, session._parameters, session._device
+
+    @property
+    def step(self) -> int:
+        """Number of steps that have been exchanged."""
+        return self._session.step
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Optimizer of the model, without what wraps it."""
+        return self._session.optimizer
+
+    @property
+    def exchange(self) -> Exchange:
+        """Exchange of the present plan."""
+        return self._session._exchange
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks of each node; if they are not known, each is a node of its own."""
+        found = self.world.topology
+        return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
+
+    def synced_buffers(self) -> list[Tensor]:
+        """Return the model's buffers that follow rank 0."""
+        return exchanged_buffers(self.model) if self.options.broadcast_buffers else []
+
+    def put(self, exchange: Exchange) -> None:
+        """Replace the active exchange between two steps; all ranks call this."""
+        self._session._put(exchange)
+
+
+class Session:
+    """A model that trains by a plan; made by `attach`."""
+
+    model: nn.Module
+    """The model, which stays plain."""
+    optimizer: torch.optim.Optimizer | None
+    """Optimizer of the model, without what wraps it."""
+    step: int
+    """Number of steps that have been exchanged, which is the number of the next one."""
+
+    _director: Director | None = None
     """Decides on the plans of following steps, besides `switch`; a switch that waits comes first."""
 
     def __init__(
@@ -90,93 +134,84 @@ class Session:
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         """Use `attach`. `parameters` are those that ranks train together, by canonical name."""
-        self.model, self.world, self.options = model, world, options
+        self.model, self._world, self._options = model, world, options
         self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
         self.step = 0
-        """Number of steps that have been exchanged, which is the number of the next one."""
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
-        self.parameters = dict(trainable_parameters(model) if parameters is None else parameters)
-        self.device = next(iter(self.parameters.values())).device
+        self._parameters = dict(trainable_parameters(model) if parameters is None else parameters)
+        self._device = next(iter(self._parameters.values())).device
         leave_uncompiled()
-        if self.device.type == "cpu":
+        if self._device.type == "cpu":
             torch.empty(FREED_BYTES, dtype=torch.uint8)
-        self.recorder = Recorder(make_clock(self.device), len(plan.buckets), len(plan.gradients))
+        self._recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
+        self._host = SessionHost(self)
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
         """Begin to train by a plan: lay out its buckets, and hook the model and its optimizer."""
-        model, world, options = self.model, self.world, self.options
+        model, world, options = self.model, self._world, self._options
         self._pending: tuple[int, Mode, Exchange] | None = None
-        watch = ModelWatch(model, self.parameters, lambda names: self.thawed(names))
-        self._backward = BackwardTracker(model, watch, lambda: self.exchange, self._step_done)
-        self.monitor = Monitor(plan, world, self.recorder, options)
+        watch = ModelWatch(model, self._parameters, lambda names: self._thawed(names))
+        self._backward = BackwardTracker(model, watch, lambda: self._exchange, self._step_done)
+        self._monitor = Monitor(plan, world, self._recorder, options)
         self._grid: Grid | None = None
         self._handles: list[Any] = []
-        self.modes = [make_mode(plan, self)]
+        self._modes = [make_mode(plan, self._host)]
         """The present one at last; before it those that have ended and have something left to do."""
-        self.exchange: Exchange = self.mode.make_exchange()
-        self._connect(self.exchange)
+        self._exchange: Exchange = self._mode.make_exchange()
+        self._connect(self._exchange)
         updated = self.optimizer if options.communicate else None
-        self._norms = PlannedNorms(updated, self.parameters, world, self.recorder.clock)
+        self._norms = PlannedNorms(updated, self._parameters, world, self._recorder.clock)
         self._norms.follow(plan)
         if updated is not None and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
         self._buffers: BufferSync | None = None
         if options.broadcast_buffers:
-            synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
-            self._buffers = BufferSync(world, model, self.device, synchronizing, own)
+            synchronizing, own = lambda: self._backward.synchronizing, lambda: self._mode.own_weights
+            self._buffers = BufferSync(world, model, self._device, synchronizing, own)
             self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
-        self._handles += self.recorder.observe(model, self.optimizer)
+        self._handles += self._recorder.observe(model, self.optimizer)
         if options.communicate:
-            self._handles += LossAveraging(world, self.device).install(self.optimizer)
-        self._backward.install_exchange(self.exchange)
+            self._handles += LossAveraging(world, self._device).install(self.optimizer)
+        self._backward.install_exchange(self._exchange)
         self._handles += self._backward.install()
         if world.before_group:
             self._handles.append(hook_before_forward(model, ModuleHook(lambda *_: check_still_alone())))
-        self.monitor.begin(self.mode, self.exchange)
-        self.mode.begin(self.exchange)
+        self._monitor.begin(self._mode, self._exchange)
+        self._mode.begin(self._exchange)
         attached.add(model)
 
     @property
-    def mode(self) -> Mode:
+    def _mode(self) -> Mode:
         """Mode in which ranks train now."""
-        return self.modes[-1]
+        return self._modes[-1]
 
     @property
     def plan(self) -> Plan:
         """Plan of the next step."""
-        return self.mode.plan
+        return self._mode.plan
 
     @property
     def is_attached(self) -> bool:
         """True until `detach`: the model trains by this session."""
         return bool(self._handles)
 
-    @property
-    def topology(self) -> Topology:
-        """Ranks of each node; if they are not known, each is a node of its own."""
-        found = self.world.topology
-        return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
-
-    def synced_buffers(self) -> list[Tensor]:
-        return exchanged_buffers(self.model) if self.options.broadcast_buffers else []
-
     def _connect(self, exchange: Exchange) -> None:
         """Give an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""
-        if not self.options.communicate or self.world.group is None or not has_phases(exchange.plan):
+        if not self._options.communicate or self._world.group is None or not has_phases(exchange.plan):
             return
-        self._grid = self._grid or Grid.make(self.world, self.topology)
-        exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self.device)
+        self._grid = self._grid or Grid.make(self._world, self._host.topology)
+        exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self._device)
 
     def _before_forward(self, *_: Any) -> None:
-        self.mode.hooks.before_forward()
+        self._mode.hooks.before_forward()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        for mode in self.modes:
+        for mode in self._modes:
             if optimizer is self.optimizer:
                 mode.hooks.begin_step()
             else:
@@ -184,61 +219,61 @@ class Session:
 
     def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         replaced = None
-        for mode in self.modes:
+        for mode in self._modes:
             replaced = mode.hooks.before_step(arguments, keywords) or replaced
         return replaced
 
     def _after_update(self, *_: Any) -> None:
-        for mode in self.modes:
+        for mode in self._modes:
             mode.hooks.after_step()
 
     def _step_done(self) -> None:
         """End the exchange of a step, whose gradients are all there; the optimizer's step comes next."""
         if self._buffers is not None and self._buffers.align():
-            self.recorder.buffers_aligned()
+            self._recorder.buffers_aligned()
         self.step += 1
-        self.mode.exchanged()
+        self._mode.exchanged()
         if self._pending is None:
-            over = self.mode.over
-            following = self.mode.afterwards() if over else self.monitor.judge(self.mode, self.exchange, self.step)
-            if following is None and self.director is not None:
-                following = self.director.step_done()
+            over = self._mode.over
+            following = self._mode.afterwards() if over else self._monitor.judge(self._mode, self._exchange, self.step)
+            if following is None and self._director is not None:
+                following = self._director.step_done()
             if following is not None:
                 self._prepare_following(following)
         if self._pending is not None and self._pending[0] <= self.step:
             self._change_over()
         else:
-            self.mode.go_on()
-            self.monitor.drift.step_done(self.recorder.steps)
+            self._mode.go_on()
+            self._monitor.drift.step_done(self._recorder.steps)
 
     def _prepare_following(self, plan: Plan) -> None:
         """Let a plan begin with the next step, unless a rank has no memory for its buckets."""
         prepared, problem = self._prepare(plan, self.step)
-        problems = [one for one in self.world.gather(problem, "changing plans") if one]
+        problems = [one for one in self._world.gather(problem, "changing plans") if one]
         if prepared is not None and not problems:
             self._pending = self.step, *prepared
             return
-        self.monitor.trial = None
-        warnings.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning, stacklevel=2)
+        self._monitor.trial = None
+        self._world.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning)
 
     def _change_over(self) -> None:
         """Switch to the pending plan between two steps; `.grad`s are not touched."""
         assert self._pending is not None
         (_, mode, exchange), self._pending = self._pending, None
-        self.mode.end()
-        self.modes = [*(one for one in self.modes if one.lingers), mode]
+        self._mode.end()
+        self._modes = [*(one for one in self._modes if one.lingers), mode]
         self._norms.follow(mode.plan)
-        self.put(exchange)
+        self._put(exchange)
         mode.begin(exchange)
 
-    def put(self, exchange: Exchange) -> None:
+    def _put(self, exchange: Exchange) -> None:
         """Replace the active exchange between two steps; all ranks call this."""
         self._connect(exchange)
-        before, self.exchange = self.exchange, exchange
+        before, self._exchange = self._exchange, exchange
         exchange.inherit_state(before)
         before.close()
         self._backward.install_exchange(exchange)
-        self.monitor.begin(self.mode, exchange)
+        self._monitor.begin(self._mode, exchange)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,8 +317,8 @@ class Session:
             InputError: called inside a backward, or after `detach`.
             CommunicationError: a rank did not come within the deadline.
         """
-        self.pause("session.global_weights")
-        with self.mode.global_weights():
+        self._pause("session.global_weights")
+        with self._mode.global_weights():
             yield
 
     def wait_for_weights(self) -> None:
@@ -296,7 +331,7 @@ class Session:
         has all. Any rank may call it, at any time; on a GPU the current stream waits. Raises CommunicationError where a
         rank did not come within the deadline.
         """
-        self.mode.hooks.wait_for_weights()
+        self._mode.hooks.wait_for_weights()
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """Switch to another plan on all ranks at one step; no step, gradient or update is lost.
@@ -316,27 +351,27 @@ class Session:
             InputError: called inside a backward, or after `detach`.
             CommunicationError: a rank did not come within the deadline.
         """
-        self.pause("session.switch")
+        self._pause("session.switch")
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
         digest = "" if prepared is None else prepared[0].plan.digest()
         mine = RankInfo(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
-        agree(self.world, mine)
+        agree(self._world, mine)
         assert prepared is not None
         self._pending = (at_step, *prepared)
-        self.monitor.try_plan(prepared[0].plan)
+        self._monitor.try_plan(prepared[0].plan)
         if at_step == self.step:
             self._change_over()
 
-    def thawed(self, names: Sequence[str]) -> bool:
+    def _thawed(self, names: Sequence[str]) -> bool:
         """Return whether parameters that have become trainable since attach are in buckets from now on; called before a
         forward, or in a backward. A given plan stays as it is.
         """
         return False
 
-    def take_in(self, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
+    def _take_in(self, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
         """Train these parameters from the next step on, by a plan of all of them; see `switch`."""
-        before = dict(self.parameters)
+        before = dict(self._parameters)
         self._set_parameters(parameters)
         try:
             Session.switch(self, plan)
@@ -346,10 +381,10 @@ class Session:
 
     def _set_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         # In place: the exchange, the optimizer's norms and the watch look there.
-        self.parameters.clear()
-        self.parameters.update(parameters)
+        self._parameters.clear()
+        self._parameters.update(parameters)
 
-    def pause(self, what: str) -> None:
+    def _pause(self, what: str) -> None:
         """Make the link quiet between two steps, for `what` the user called. Raises InputError in a backward, or after
         `detach`.
         """
@@ -358,24 +393,24 @@ class Session:
         if current_backward_id() != OUTSIDE:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
-        self.exchange.launcher.communicator.wait()
-        self.mode.hooks.wait_for_weights()
+        self._exchange.launcher.communicator.wait()
+        self._mode.hooks.wait_for_weights()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[tuple[Mode, Exchange] | None, str | None]:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
             problem = (
-                check_plan(self.parameters, loaded, self.world.ranks)
-                or check_optimizer(loaded, self._given, self.parameters)
+                check_plan(self._parameters, loaded, self._world.ranks)
+                or check_optimizer(loaded, self._given, self._parameters)
                 or check_switch(loaded, at_step, self.step)
-                or check_backend(loaded, self.world, self.device)
+                or check_backend(loaded, self._world, self._device)
             )
             if problem:
                 return None, problem
-            if self.world.rank == 0 and self.world.ranks > 1:
+            if self._world.rank == 0 and self._world.ranks > 1:
                 warn_of_selection(loaded, self.optimizer)
-            mode = make_mode(adapt(loaded, self.world, self.parameters), self)
+            mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
             return (mode, mode.make_exchange()), None
         except InputError as error:
             return None, str(error)
@@ -386,14 +421,26 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        in_run = self.director is not None
-        report = make_report(self.plan, self.recorder, self.world, self.samples, self.mode.sends, in_run=in_run)
-        return replace(report, norms=self._norms.report(), step=self.mode.report())
+        in_run = self._director is not None
+        report = make_report(self.plan, self._recorder, self._world, self.samples, self._mode.sends, in_run=in_run)
+        return replace(report, norms=self._norms.report(), step=self._mode.report())
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.
+
+        Times are of one step of the optimizer, in microseconds: `step_us` and its parts, `predicted_us` and so on;
+        docs/howto/metrics.md describes each name. What is not known is left out. As `report()`, it takes some ms.
+
+        Example:
+            for name, value in session.metrics().items():
+                writer.add_scalar(f"planner/{name}", value, session.step)
+        """
+        return {"step": self.step} | self.report().metrics()
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
         """Samples of compressed buckets, by their index; see `runtime.sparse.samples`."""
-        return self.monitor.samples
+        return self._monitor.samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; every rank has its own.
@@ -403,8 +450,8 @@ class Session:
         rank's part of them before rounding (`weights`), one with a delay its part of the global weights and
         momenta, and its own weights (`delay`).
         """
-        named = {"plan": self.plan.digest(), "ranks": self.world.ranks}
-        return named | self.monitor.state() | self.mode.state()
+        named = {"plan": self.plan.digest(), "ranks": self._world.ranks}
+        return named | self._monitor.state() | self._mode.state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole `state_dict()`, on the host where its step is sharded; all ranks call this.
@@ -428,8 +475,8 @@ class Session:
         the step is sharded. Raises InputError in a backward and after `detach`, CommunicationError where a rank does
         not come in time.
         """
-        self.pause("session.whole_optimizer_state")
-        with self.mode.whole_optimizer_state():
+        self._pause("session.whole_optimizer_state")
+        with self._mode.whole_optimizer_state():
             yield
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -447,15 +494,15 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
                 also of other buckets.
         """
-        self.step = self.mode.load(state)
-        following = self.monitor.load(state if isinstance(state, dict) else state[0], self.plan)
+        self.step = self._mode.load(state)
+        following = self._monitor.load(state if isinstance(state, dict) else state[0], self.plan)
         if following is not None:
-            mode = make_mode(following, self)
+            mode = make_mode(following, self._host)
             self._pending = self.step, mode, mode.make_exchange()
             self._change_over()
 
     @contextmanager
-    def aside(self, what: str, no_sync: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def _aside(self, what: str, no_sync: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """Make the model plain inside, as after `detach`; afterwards the session continues where it was (for
         measuring).
 
@@ -468,9 +515,9 @@ class Session:
         Raises:
             InputError: the session has a delay, or a switch waits; it is detached, or a backward runs.
         """
-        self.pause(what)
-        if self.mode.aside_reason is not None:
-            raise InputError(f"{what}: {self.mode.aside_reason}")
+        self._pause(what)
+        if self._mode.aside_reason is not None:
+            raise InputError(f"{what}: {self._mode.aside_reason}")
         if self._pending is not None:
             raise InputError(
                 f"{what}: session.switch waits for step {self._pending[0]}; expected a session without: call it after "
@@ -484,21 +531,21 @@ class Session:
         finally:
             self._elsewhere = None
             # Those that have been frozen meanwhile are in the plan, too.
-            self._set_parameters(trainable_parameters(self.model, self.parameters.values()))
+            self._set_parameters(trainable_parameters(self.model, self._parameters.values()))
             self._start(self.plan)
             self.load_state_dict(state)
-            self.monitor.tried = state.get("tried")
+            self._monitor.tried = state.get("tried")
 
-    def exchange_alone(self) -> None:
+    def _exchange_alone(self) -> None:
         """Send every bucket once, as it is, without a backward (for measuring)."""
-        for bucket in self.exchange.buckets:
-            self.exchange.launcher.communicator.launch(bucket.payload, CommTiming())
-        self.exchange.launcher.communicator.wait()
+        for bucket in self._exchange.buckets:
+            self._exchange.launcher.communicator.launch(bucket.payload, CommTiming())
+        self._exchange.launcher.communicator.wait()
 
-    def use_communicator(self, communicator: Communicator) -> None:
+    def _use_communicator(self, communicator: Communicator) -> None:
         """Send buckets through another communicator from the next step on (for measuring)."""
-        self.exchange.launcher.communicator.close()
-        self.exchange.launcher.communicator = communicator
+        self._exchange.launcher.communicator.close()
+        self._exchange.launcher.communicator = communicator
 
     def detach(self, *, leave: bool = True) -> None:
         """Make the model plain again; gradients stay, as tensors of their own.
@@ -512,15 +559,15 @@ class Session:
             handle.remove()
         self._handles.clear()
         self._pending = None
-        self.exchange.close()
-        self.exchange.detach_grads()
+        self._exchange.close()
+        self._exchange.detach_grads()
         if self._grid is not None:
             self._grid.leave()
         attached.discard(self.model)
         try:
             self._norms.leave()
-            for mode in self.modes:
+            for mode in self._modes:
                 mode.close()
         finally:
             if leave:
-                self.world.leave()
+                self._world.leave()

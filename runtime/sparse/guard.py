@@ -9,7 +9,6 @@ that all decide alike.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -82,10 +81,9 @@ class Guard:
         bucket, samples = plan.buckets[index], self.samples[index][-SAMPLES_IN_A_ROW:]
         following, now = harmful.relaxed_bucket(bucket)
         violation = harmful.describe_violation(samples)
-        warnings.warn(
+        self._world.warn(
             f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) {violation}: from now on {now}, and "
             f"steps are longer than predicted",
             AccuracyWarning,
-            stacklevel=2,
         )
         return replace(plan, buckets=(*plan.buckets[:index], following, *plan.buckets[index + 1 :]))

@@ -486,7 +486,7 @@ class Run:
 
     def _after_update(self) -> None:
         session = self.side.watched()
-        if self.servers is None and session is not None and session.mode.own_weights:
+        if self.servers is None and session is not None and session._mode.own_weights:
             self.servers, self.delayed = Servers(self.model, self.momenta), True
         for scheduler in self.schedulers:
             scheduler.step()
@@ -502,7 +502,7 @@ class Run:
 
     def _check_servers(self) -> None:
         session = self.side.watched()
-        if self.servers is None or session is None or not any(isinstance(one, Delayed) for one in session.modes):
+        if self.servers is None or session is None or not any(isinstance(one, Delayed) for one in session._modes):
             return
         with session.global_weights():
             misfit = self.servers.misfit(self.model)
@@ -657,7 +657,7 @@ class Run:
     def _told(self) -> Iterator[None]:
         """Inside, another rank's backward raises, and this one's says so; with a delay it is no step, unsaid."""
         session = self.side.watched()
-        waits = self.side.plans and session is not None and not session.mode.own_weights
+        waits = self.side.plans and session is not None and not session._mode.own_weights
         try:
             yield
         except CommunicationError as error:

@@ -111,7 +111,7 @@ class PlanSide:
             timeout_s=WAIT_S, guard=False, broadcast_buffers=not self.script.broadcast,
             loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
         )  # fmt: skip
-        self._names, self.watched = tuple(self.session.parameters), weakref.ref(self.session)
+        self._names, self.watched = tuple(self.session._parameters), weakref.ref(self.session)
         return target
 
     def _plan(self) -> runtime.Plan:

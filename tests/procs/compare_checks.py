@@ -73,7 +73,7 @@ def refuse(_: object = None) -> dict[str, str]:
             said[name] = str(error)
         training.step(training.model)
     everyone = [parameter.detach().clone() for parameter in training.model.parameters()]
-    gathered = training.session.world.gather(everyone, "comparing weights")
+    gathered = training.session._world.gather(everyone, "comparing weights")
     assert all(torch.equal(mine, first) for mine, first in zip(everyone, gathered[0], strict=True))
     training.session.detach()
     try:

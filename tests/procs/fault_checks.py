@@ -125,7 +125,7 @@ def busy_rank() -> list[str]:
     """
     model = Weighted()
     session = runtime.attach(model, None, plan_of(model, 2))
-    session.world.notice_s = 1.5
+    session._world.notice_s = 1.5
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -144,16 +144,16 @@ def stopped_rank(algorithm: str) -> str:
     plan = plan_of(model, 2)
     plan = replace(plan, buckets=tuple(replace(bucket, algorithm=algorithm) for bucket in plan.buckets))
     session = runtime.attach(model, None, plan)
-    session.world.notice_s = 1.5
+    session._world.notice_s = 1.5
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         model([torch.ones_like(w) for w in model.weights]).backward()
     except CommunicationError as error:
         if dist.get_rank() == 0:
-            [other] = session.world.neighbours
-            session.exchange.close()
-            session.world.leave()
+            [other] = session._world.neighbours
+            session._exchange.close()
+            session._world.leave()
             os.kill(other.pid, signal.SIGCONT)
         return str(error)
     return "no error"

@@ -8,14 +8,16 @@ from typing import Any
 import lightning
 import torch
 from accelerate_checks import PLANS, net, plan_for, prepare_environment, same, sgd, state
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from planner.integrations.lightning import PlannerMetrics as LightningMetrics
 from planner.integrations.lightning import PlannerStrategy
-from planner.integrations.transformers import PlannerTrainer
+from planner.integrations.transformers import PlannerMetrics, PlannerTrainer
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -63,7 +65,7 @@ def lightning_runs(folder: Path) -> dict[str, Any]:
         trainer.save_checkpoint(folder / name / "after.ckpt")
         if name != "ddp":
             results[f"{name}, session"] = strategy.session.step == 2 and not strategy.session.is_attached
-            results[f"{name}, timeout"] = strategy.session.world.timeout_s == 66.0
+            results[f"{name}, timeout"] = strategy.session._world.timeout_s == 66.0
             results[f"{name}, explained"] = "buckets in launch order" in strategy.session.explain(path=None)
             results[f"{name}, measured"] = strategy.session.report().update_us > 0  # its closure holds the whole step
     return results
@@ -100,7 +102,7 @@ def trainer_runs(folder: Path) -> dict[str, bool]:
                 )
             trainer.train(resume_from_checkpoint=resume)
             if name != "ddp":
-                results[f"{name}, timeout"] = trainer.accelerator.sessions[0].world.timeout_s == 55.0
+                results[f"{name}, timeout"] = trainer.accelerator.sessions[0]._world.timeout_s == 55.0
         ends.append(state(model))
         results[name] = same(ends[0], ends[-1])
         trainer.accelerator.free_memory()
@@ -122,6 +124,51 @@ def compiled_again(folder: Path) -> bool:
         trainer.train()
         ends.append(weights(model))
     return same(*ends)
+
+
+class Written(TrainerCallback, Logger):
+    """Keeps what a framework writes: of the HF Trainer a callback, of Lightning a logger."""
+
+    name, version = "written", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, float]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self.found.append(dict(logs))
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.found.append({"step": step or 0, **metrics})
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def metrics(folder: str) -> dict[str, dict[str, bool]]:
+    """Callbacks give loggers the session's numbers: in Lightning of every second step, in the HF Trainer of each."""
+    where = prepare_environment(folder)
+    wanted = {"planner/step", "planner/step_us", "planner/wait_us", "planner/plans_tried"}
+    written, module = Written(), Module()
+    lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=PlannerStrategy(), max_epochs=1, plugins=[TorchElasticEnvironment()],
+        logger=written, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        default_root_dir=where, accumulate_grad_batches=2, callbacks=[LightningMetrics(every_steps=2)],
+    ).fit(module, DataLoader(rows(), batch_size=4))  # fmt: skip
+    of_lightning = [one for one in written.found if wanted <= one.keys()]
+    rank = torch.distributed.get_rank()
+    results = {"lightning": {"metrics": [one["step"] for one in of_lightning] == ([2] if rank == 0 else [])}}
+    written = Written()
+    arguments = TrainingArguments(
+        output_dir=str(where), use_cpu=True, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
+        report_to=[], seed=0, disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    items = [{"x": x, "y": y} for x, y in rows()]
+    trainer = PlannerTrainer(model=Loss(), args=arguments, train_dataset=items, callbacks=[written, PlannerMetrics()])
+    trainer.train()
+    logged = [one for one in written.found if "loss" in one]
+    results["transformers"] = {"metrics": len(logged) == 2 and wanted <= logged[1].keys()}
+    trainer.accelerator.free_memory()
+    return results
 
 
 def run(folder: str) -> dict[str, Any]:

@@ -87,13 +87,13 @@ def after_attach(case: str) -> dict[str, Any]:
     change(side)
     sent: list[Any] = []
     assert side.session is not None
-    launch, broadcast = side.session.exchange.launcher.communicator.launch, dist.broadcast
-    side.session.exchange.launcher.communicator.launch = lambda *_: sent.append("bucket")  # type: ignore[method-assign]
+    launch, broadcast = side.session._exchange.launcher.communicator.launch, dist.broadcast
+    side.session._exchange.launcher.communicator.launch = lambda *_: sent.append("bucket")  # type: ignore[method-assign]
     dist.broadcast = lambda *_, **__: sent.append("buffers")
     try:
         message = raised(lambda: loss_of(side, 2).backward())
     finally:
-        side.session.exchange.launcher.communicator.launch, dist.broadcast = launch, broadcast  # type: ignore[method-assign]
+        side.session._exchange.launcher.communicator.launch, dist.broadcast = launch, broadcast  # type: ignore[method-assign]
     results = told(message, words) | {"nothing sent": not sent}
     with torch.no_grad():
         side.session.detach()

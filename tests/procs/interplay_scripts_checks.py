@@ -71,7 +71,7 @@ def scripted_by(kind: str) -> dict[str, Any]:
         session = runtime.attach(model, optimizer, plan, timeout_s=60, drift=False, guard=False)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     steps(Side(model, model, optimizer, session), range(STEPS))
-    results = {"seen": bool(session.recorder.steps) and session.recorder.steps[-1].forward is not None}
+    results = {"seen": bool(session._recorder.steps) and session._recorder.steps[-1].forward is not None}
     with session.global_weights():
         after = [parameter.detach().clone() for parameter in model.parameters()]
     session.detach()

@@ -84,9 +84,9 @@ def trained(cell: Cell, group: dist.ProcessGroup, nodes: int, ranks_per_node: in
 def averages(model: nn.Module, session: Session) -> dict[str, Tensor]:
     """Every `.grad`, whole."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    launcher = session.exchange.launcher
+    launcher = session._exchange.launcher
     for part in launcher.parts if isinstance(launcher, ReduceScatter) else ():
-        whole = part.views(session.world.gather_parts(part.total, "gathering gradients"))
+        whole = part.views(session._world.gather_parts(part.total, "gathering gradients"))
         found |= {name: whole[name].clone() for name in whole if name in found}
     return found
 

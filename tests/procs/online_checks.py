@@ -125,7 +125,7 @@ def switch_inside() -> dict[str, bool]:
             side = online(drift=False)
             session, first = session_of(side), session_of(side).plan
             with_accumulation(side, 500)
-            story = session.pilot.story if session.pilot else []
+            story = session._pilot.story if session._pilot else []
             found = outcome(side)
             results |= {f"{good}: {what}": right for what, right in compare(expected, found).items()}
             results[f"{good}: tried: {story}"] = any(f"good: {good}" in line for line in story)
@@ -189,9 +189,9 @@ def decided_for_real() -> dict[str, bool]:
             with side.no_sync():
                 loss_of(side, 10_000 + step).backward()
             steps(side, range(step, step + 1))
-            if session.pilot and any(any(end in line for end in ENDS) for line in session.pilot.story):
+            if session._pilot and any(any(end in line for end in ENDS) for line in session._pilot.story):
                 break
-        story = session.pilot.story if session.pilot else []
+        story = session._pilot.story if session._pilot else []
         text = session.explain(folder / "page.html")
         page = (folder / "page.html").read_text() if dist.get_rank() == 0 else ""
         side.close()
@@ -232,7 +232,7 @@ def compiled_unused_and_dropped() -> dict[str, bool]:
             side = online(make())
             steps(side, range(100))
             results |= {f"{name}: {what}": right for what, right in compare(expected, outcome(side)).items()}
-            known = session_of(side).pilot
+            known = session_of(side)._pilot
             results[f"{name}: planned"] = known is not None and any("it is tried" in line for line in known.story)
             side.close()
             sizes = (
@@ -319,7 +319,7 @@ def ways() -> dict[str, bool]:
                 side = online()
                 steps(side, range(150))
                 session = session_of(side)
-                story = " ".join(session.pilot.story) if session.pilot else ""
+                story = " ".join(session._pilot.story) if session._pilot else ""
                 results[f"{way}: DDP's buckets"] = len(session.plan.buckets) == 1
                 results[f"{way}: {story}"] = ("PLANNER=auto would try it" in story) == (way == "report")
                 text = session.explain(None)
@@ -343,7 +343,7 @@ def ways() -> dict[str, bool]:
         profile = profile_of(net)
         plan = lower(make_problem(profile), make_schedule(make_problem(profile), "wfbp"))
         side = online(net, plan=plan)
-        results["a plan is executed"] = session_of(side).plan == plan and session_of(side).pilot is None
+        results["a plan is executed"] = session_of(side).plan == plan and session_of(side)._pilot is None
         side.close()
         lossy = replace(plan, accuracy="bounded", fallback=plan)
         results |= told(raised(lambda: online(plan=lossy, accuracy="exact")), ["accuracy is bounded, expected at most"])
@@ -370,7 +370,7 @@ def interrupted() -> dict[str, bool]:
         side = online()
         session = session_of(side)
         steps(side, range(done))
-        pilots = session.pilot
+        pilots = session._pilot
         story = list(pilots.story) if pilots else []
         results[f"in a trial: {story}"] = "is tried" in story[-1] and "good" not in story[-1]
         loss = loss_of(side, done)
@@ -391,7 +391,7 @@ def interrupted() -> dict[str, bool]:
         side.close()
     with hurried() as folder:
         side = online()
-        story = known.story if (known := session_of(side).pilot) else []
+        story = known.story if (known := session_of(side)._pilot) else []
         for step in range(200):
             steps(side, range(step, step + 1))
             if any("good" in line for line in story):
@@ -400,7 +400,7 @@ def interrupted() -> dict[str, bool]:
         side = online()
         results["what a run found that ended early"] = len(session_of(side).plan.buckets) == 6
         steps(side, range(60))
-        story = known.story if (known := session_of(side).pilot) else []
+        story = known.story if (known := session_of(side)._pilot) else []
         results[f"is where the next goes on: {story}"] = any("measured" in line for line in story)
         side.close()
         left = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -436,7 +436,7 @@ def slowed_link() -> dict[str, bool]:
             if step == 140:
                 slow_us = session.report().iteration_us
         results |= compare(expected, outcome(side))
-        story = session.pilot.story if session.pilot else []
+        story = session._pilot.story if session._pilot else []
         results[f"planned again: {story}"] = any("planned again" in line for line in story)
         results[f"merged: {len(session.plan.buckets)}"] = len(session.plan.buckets) < len(plan.buckets)
         results[f"faster: {slow_us} {session.report().iteration_us}"] = session.report().iteration_us < slow_us
@@ -515,7 +515,7 @@ def other_ranks(folder: str, measured_on: int | None, good: bool = True) -> dict
         for step in range(150):
             steps(side, range(step, step + 1))
             marks.append(session.plan.predicted is not None and session.plan.predicted.extrapolated is True)
-        story = session.pilot.story if session.pilot else []
+        story = session._pilot.story if session._pilot else []
         results |= compare(expected, outcome(side), tolerance=1e-5) | {"alike": ranks_agree([story, marks])}
         says = f"measured by an earlier run on {measured_on} ranks, extrapolated to 2, until it is measured here"
         results[f"said: {story}"] = any(says in line for line in story) == (measured_on is not None)

@@ -366,7 +366,7 @@ def norms() -> dict[str, bool]:
             (model(lesson(step, dist.get_rank())) * (scale if scaled else 1.0)).backward()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, scale if scaled else 1.0)
-            parts = session.exchange.launcher.parts  # type: ignore[attr-defined]
+            parts = session._exchange.launcher.parts  # type: ignore[attr-defined]
             own = torch.cat([part.total for part in parts]).double().square().sum()
             dist.all_reduce(own)
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1000.0)

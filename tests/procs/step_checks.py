@@ -288,7 +288,7 @@ def memory_of_attach() -> tuple[int, int]:
     """(bytes of flat buffers that attach adds, bytes of the gradients)."""
     model = convnet()
     session = runtime.attach(model, None, plan_of(model, 4))
-    buffers = sum(message.size_bytes for bucket in session.exchange.buckets for message in bucket.messages)
+    buffers = sum(message.size_bytes for bucket in session._exchange.buckets for message in bucket.messages)
     session.detach()
     return buffers, sum(p.numel() * p.element_size() for p in model.parameters())
 

@@ -79,6 +79,16 @@ def test_runs_of_lightning_and_transformers_go_on_from_their_checkpoints_as_with
             assert wrong(found) == {}, (rank, framework)
 
 
+@pytest.mark.long
+def test_callbacks_log_the_metrics_of_the_session(tmp_path: Path) -> None:
+    for package in ("accelerate", "lightning", "transformers"):
+        pytest.importorskip(package)
+    import framework_checks
+
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), framework_checks.metrics, str(tmp_path))):
+        assert {name: wrong(found) for name, found in results.items()} == {"lightning": {}, "transformers": {}}, rank
+
+
 def test_what_has_no_counterpart_is_refused_on_all_ranks_alike(pair: list[dict[str, Any]]) -> None:
     first, second = (rank["refusals"] for rank in pair)
     assert first == second

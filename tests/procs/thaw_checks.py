@@ -79,8 +79,8 @@ def like_ddp(way: Callable[[], AbstractContextManager[Any]], steps: int) -> dict
         side = without_ddp()
         found = outcome(side, fine_tuned(side, steps))
         session = session_of(side)
-        assert session.pilot is not None
-        story = session.pilot.story
+        assert session._pilot is not None
+        story = session._pilot.story
         side.close()
     return {
         **compare(expected, found),
@@ -107,7 +107,7 @@ def put_aside() -> dict[str, Any]:
     side = without_ddp(plan_of(backbone(frozen=True), 2))
     session, head = session_of(side), side.model.get_submodule("4")
     head.get_parameter("bias").requires_grad_(False)
-    with session.aside("test", nullcontext):
+    with session._aside("test", nullcontext):
         loss_of(side, 0).backward()
     head.requires_grad_(True)
     side.optimizer.zero_grad()

@@ -41,6 +41,7 @@ from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
 from planner.profile.bench import Progress
+from planner.report.listing import print_tables
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.monitor.verdict import t_quantile
@@ -359,7 +360,7 @@ def test_the_best_bucket_size_is_the_default_unless_it_is_faster(best_us: float 
     assert (best.equal_to == DDP) == equal
     assert f"the best DDP, {DDP if equal else best.name}:" in comparison.verdicts[0]
     console = Console(file=io.StringIO(), width=200)
-    console.print(comparison_table(comparison))
+    print_tables(comparison_table(comparison), console=console)
     assert ("equal to ddp" in console.file.getvalue()) == equal  # type: ignore[attr-defined]
 
 
@@ -428,3 +429,20 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
         main(["compare", "examples/digits.py:job", "--plan", plan, *options])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_noise_is_reported_in_place_of_a_hidden_share(noisy: bool) -> None:
+    """The plan hides all, but for rounds that differ by more than all communication."""
+    rounds = [20.0, -20.0, 60.0, -60.0] if noisy else [0.0, 1.0, 0.0, 1.0]
+    seen = measured({NO_COMMUNICATION: 80.0, DDP: 120.0, PLAN: 80.0})
+    records = []
+    for record in seen.records:
+        change = rounds if record.variant.name == PLAN else [0.0] * 4
+        records.append(replace(record, step_us=[[record.step_us[0][0] + more] * 3 for more in change]))
+    comparison = summarize([replace(seen, records=records)])
+    row = next(row for row in comparison.rows if row.name == PLAN)
+    assert isinstance(row, Row)
+    assert row.hidden_text == ("noise" if noisy else "100%")
+    assert any(line.startswith("noise: ") for line in str(comparison).splitlines()) == noisy
+    assert str(comparison).splitlines()[0] == comparison.verdicts[0]

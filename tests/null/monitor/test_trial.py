@@ -43,7 +43,7 @@ class Run:
         self.plan, self.now_us, self._times_us, self._others_us = plan, 0.0, times_us, others_us
         clock: Any = SimpleNamespace(mark=lambda: self.now_us, between_us=lambda a, b: b - a, cheap=True)
         self.recorder = Recorder(clock, 1, 1)
-        self.world: Any = SimpleNamespace(gather=self.gather, ranks=2)
+        self.world: Any = SimpleNamespace(gather=self.gather, warn=World().warn, ranks=2)
 
     def gather(self, times_us: dict[bool, float], _what: str) -> list[dict[bool, float]]:
         return [times_us, {True: self._others_us["bounded"], False: self._others_us["exact"]}]

@@ -54,6 +54,14 @@ def test_every_trial_ends_with_the_faster(rounds: list[tuple[float, float]]) -> 
         assert verdict.step_us <= max(new for new, _ in middle) * (1.0 + 1e-9)
 
 
+def test_times_are_those_of_a_step_of_the_optimizer() -> None:
+    """Where each of its four micro-batches exchanges; what is measured and compared stays the time of an exchange."""
+    verdict = judge([(9e3, 10e3)] * FEWEST_ROUNDS, NAMES, exchanges=4)
+    assert verdict is not None
+    assert verdict.step_us == 9e3
+    assert "take 36.00 ms, with DDP's buckets 40.00 ms" in verdict.text
+
+
 def test_an_interrupted_block_does_not_decide() -> None:
     rounds = [(102.0 + index % 3, 100.0) for index in range(MOST_ROUNDS)]
     count, verdict = until_decided([*rounds[:2], (102.0, 190.0), *rounds[3:]])

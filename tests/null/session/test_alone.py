@@ -67,16 +67,16 @@ def test_weights_are_those_of_plain_training() -> None:
 def test_a_session_that_was_aside_goes_on_where_it_was() -> None:
     with attached(plan(2, 2)) as (session, model, optimizer):
         steps(model, optimizer, 2)
-        before = session.exchange
+        before = session._exchange
         model[0].requires_grad_(False)
-        with session.aside("test", nullcontext):
+        with session._aside("test", nullcontext):
             assert not session.is_attached
             steps(model, optimizer, 1)
         model[0].requires_grad_(True)
         assert session.is_attached
         assert session.step == 2
-        assert session.exchange is not before
-        assert list(session.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert session._exchange is not before
+        assert list(session._parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
         steps(model, optimizer, 1)
         assert session.step == 3
 
@@ -86,7 +86,7 @@ def test_calls_at_wrong_times_are_refused() -> None:
         with pytest.raises(PlanMismatch, match="at_step"):
             session.switch(plan(4), at_step=-1)
         session.switch(plan(1, 3), at_step=5)
-        with pytest.raises(InputError, match=r"session.switch waits for step 5"), session.aside("test", nullcontext):
+        with pytest.raises(InputError, match=r"session.switch waits for step 5"), session._aside("test", nullcontext):
             pass
         output = model(torch.ones(2, 3)).sum()
         output.register_hook(lambda _: session.switch(plan(4)))
@@ -111,7 +111,7 @@ def test_a_measuring_session_leaves_gradients_where_ranks_would_differ() -> None
     options = AttachOptions(communicate=False, drift=False, guard=False)
     session = Session(model, optimizer, plan(1, 3), World(), options)
     steps(model, optimizer, 2)
-    assert [len(bucket.slots) for bucket in session.exchange.buckets] == [1, 3]
+    assert [len(bucket.slots) for bucket in session._exchange.buckets] == [1, 3]
     assert session.report().steps == 2
     session.detach()
 
@@ -129,3 +129,17 @@ def test_a_refused_plan_changes_nothing(changes: dict[str, object], words: str) 
         runtime.attach(model, optimizer, replace(plan(4), **changes))  # type: ignore[arg-type]
     assert not model._forward_pre_hooks
     runtime.attach(model, optimizer, plan(4)).detach()
+
+
+def test_metrics_are_the_report_in_plain_numbers() -> None:
+    """Before a step was seen whole there are no times; parts add up to the step."""
+    with attached(plan(1, 3)) as (session, model, optimizer):
+        assert session.metrics() == {"step": 0, "steps_seen": 0}
+        steps(model, optimizer, 6)
+        found, report = session.metrics(), session.report()
+        assert (found["step"], found["steps_seen"], found["micro_batches"]) == (6, report.steps, 1)
+        parts = ("forward_us", "backward_us", "wait_us", "update_us")
+        assert found["step_us"] == pytest.approx(sum(found[name] for name in parts))
+        assert found["interval_us"] == pytest.approx(found["step_us"] + found["script_us"])
+        assert all(type(value) in (int, float) for value in found.values())
+        assert "predicted_us" not in found
