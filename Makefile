@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # Tests that start no ranks run on all cores at once.
 WITHOUT_RANKS := tests/null
 
-.PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
+.PHONY: help demo test test-all test-versions chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -28,6 +28,12 @@ test: $(INSTALLED) chromium  ## tests, at least one of everything; about twelve 
 test-all: $(INSTALLED) chromium  ## all tests, with ranks that start as outside of tests
 	$(BIN)/python -m pytest -n auto $(WITHOUT_RANKS)
 	$(BIN)/python -m pytest --cold $(WITHOUT_RANKS:%=--ignore=%)
+
+CELL ?=
+TESTS ?= tests
+
+test-versions: $(INSTALLED)  ## `make test` on Python 3.11 to 3.13 with torch 2.11 to 2.13, resumable; CELL=python3.12-torch2.12, TESTS=tests/null/cost
+	$(BIN)/python -m benchmarks.versions --only '$(CELL)' --tests $(TESTS)
 
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh
@@ -71,4 +77,4 @@ wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
