@@ -218,6 +218,7 @@ class Report:
         return self.measured.to_document()
 
     def save(self, path: str | Path) -> None:
+        """Write `measured` to `path` as JSON, for `planner explain --measured`."""
         write_json(path, self.to_document())
 
     def metrics(self) -> dict[str, float]:

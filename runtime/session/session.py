@@ -420,7 +420,7 @@ class Session:
             return None, f"the plan's buckets cannot be laid out: {first_line(error)}"
 
     def report(self) -> Report:
-        """Predicted against measured, over the last steps of this run on this rank."""
+        """Return predicted and measured times, in µs, of the last steps of this run on this rank."""
         in_run = self._director is not None
         report = make_report(self.plan, self._recorder, self._world, self.samples, self._mode.sends, in_run=in_run)
         return replace(report, norms=self._norms.report(), step=self._mode.report())
