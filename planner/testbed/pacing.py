@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from pathlib import Path
 
 from runtime.errors import EnvironmentFailure
@@ -22,12 +23,14 @@ def pace_connections(bits_per_s: float) -> None:
     """
     if not DESCRIPTORS.exists():
         raise EnvironmentFailure("found no /proc/self/fd: connections are held to a rate on Linux alone; use Linux")
-    for name in os.listdir(DESCRIPTORS):
+    for descriptor in map(int, os.listdir(DESCRIPTORS)):
         try:
-            connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
             continue
-        with connection:
+        with socket.socket(fileno=copy) as connection:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ def rate_of(connection: socket.socket) -> int:
 
 def test_connections_are_held_and_others_are_left_alone(connection: socket.socket) -> None:
     connection.setblocking(False)
+    opened = sorted(os.listdir(pacing.DESCRIPTORS))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
         before = rate_of(datagrams)
         pace_connections(200e6)
@@ -37,6 +39,7 @@ def test_connections_are_held_and_others_are_left_alone(connection: socket.socke
     assert not connection.getblocking()
     pace_connections(80e6)
     assert rate_of(connection) == 10_000_000
+    assert sorted(os.listdir(pacing.DESCRIPTORS)) == opened
 
 
 def test_a_kernel_that_does_not_pace_is_named(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
