@@ -18,11 +18,12 @@ help:  ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or newer: make PYTHON=python3.11")'
+	@echo 'Installing planner and all that its targets need into $(VENV): some minutes, most of them for torch.'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
+demo: $(INSTALLED)  ## DDP and a plan on two acted machines: a gain, in about a minute
 	$(BIN)/planner demo
 
 test: $(INSTALLED) chromium  ## tests, at least one of everything; about twelve minutes on two cores

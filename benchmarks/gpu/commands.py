@@ -12,8 +12,6 @@ from pathlib import Path
 from benchmarks.gpu.setting import Found, Setting, table
 
 LAST_LINES = 6
-DEMO_S = 100.0
-"""What `planner demo`, a whole epoch, may take on a busy CPU. It is left out where there is less time."""
 
 
 def run(setting: Setting) -> Found:
@@ -31,18 +29,12 @@ def run(setting: Setting) -> Found:
         ["optimize", "profile.json", "--accuracy", accuracy, "-o", "riskier.json"],
         ["run", job, "--plan", "riskier.json", "--steps", steps, *on],
         ["compare", job, "--plan", "plan.json", "--profile", "profile.json", "--steps", steps, "--rounds", rounds, *on],
-        ["demo", *on],
     ]
     rows: list[tuple[str, str, str]] = []
     failures: list[str] = []
-    left_out: list[str] = []
     shown = ""
     with tempfile.TemporaryDirectory(prefix="planner-gpu-") as folder:
         for command in commands:
-            if command[0] == "demo" and setting.left_s < DEMO_S:
-                rows.append(("`planner demo`", "", "left out"))
-                left_out.append("planner demo, for which there was no time")
-                continue
             begun = time.monotonic()
             code, said = _call(command, Path(folder), max(60.0, setting.left_s))
             name = " ".join(word for word in command if word != job)
@@ -51,12 +43,11 @@ def run(setting: Setting) -> Found:
             )
             if code:
                 failures.append(f"planner {name}: exit code {code}: {' / '.join(said.splitlines()[-LAST_LINES:])}")
-            elif command[0] in ("compare", "demo"):
+            elif command[0] == "compare":
                 shown += f"\n\n`planner {command[0]}`:\n\n```text\n{said.strip()}\n```"
     return Found(
         table(("command", "s", "exit code"), rows) + (shown if setting.on_device else ""),
         tuple(failures),
-        tuple(left_out),
     )
 
 

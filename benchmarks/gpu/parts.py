@@ -44,7 +44,7 @@ PARTS: Mapping[str, Part] = {
         Part("sessions", "Two ranks compared with DDP",
              "train by every kind of plan on two ranks, over NCCL, or over gloo where both share a device: weights "
              "against DDP's, overlap, memory", 4.0),
-        Part("commands", "Commands", "run planner doctor, profile, optimize, run, compare and demo --device cuda", 8.0),
+        Part("commands", "Commands", "run planner doctor, profile, optimize, run and compare --device cuda", 8.0),
         Part("selection", "Selecting the largest elements",
              "time the kernel, warm, cold and phase by phase, against torch.topk and MSTopK, from 2²⁰ to 2²⁷ elements",
              6.0),

@@ -351,13 +351,14 @@ class Rehearse:
             )
 
 
-@command(app, "planner.cli.running", "demo")
+@command(app, "planner.cli.demonstrating", "demo")
 class Demo:
-    """Show the whole story here: profile, optimize, train, compare.
+    """Show a gain over DDP here, in about a minute.
 
-    On local ranks of this machine; a small model is trained with DDP and with the plan.
+    Processes act two machines: computation is timed waits, connections are held to the rate of a link.
     """
 
+    minutes: float = option("What it may take once ranks have started.", 1.1)
     where: OnRanks
 
 

@@ -19,8 +19,8 @@ from planner.comparison.wrapped import compare_rank_wrapped
 from planner.comparison.wrappings import make_wrappings, summarize_wrappings
 from planner.documents.profile import load_profile
 from planner.jobs.job import find_job
-from planner.jobs.rank_options import RankOptions
-from planner.jobs.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
+from planner.jobs.rank_options import RankOptions, is_first_rank
+from planner.jobs.world import choose_device, on_ranks, on_ranks_of_script, planned_ranks
 from planner.model.problem import make_problem
 from planner.report.files import check_writable
 from planner.report.listing import print_tables

@@ -18,7 +18,7 @@ from runtime.version import __version__
 
 NEEDED = ("torch", "numpy", "scipy", "ortools", "pydantic", "typer", "rich")
 OPTIONAL = {
-    "scikit-learn": "`planner demo` needs it: pip install 'commplanner[demo]'",
+    "scikit-learn": "examples/digits.py needs it: pip install 'commplanner[demo]'",
     "plotly": "`planner explain --html` needs it: pip install 'commplanner[pages]'",
 }
 

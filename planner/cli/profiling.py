@@ -10,8 +10,8 @@ from planner.cli.commands import Profile
 from planner.cli.options import Flags, printed_json
 from planner.jobs.job import find_job
 from planner.jobs.on_rank import profile_rank
-from planner.jobs.rank_options import under_torchrun
-from planner.jobs.world import choose_device, is_first_rank, on_ranks
+from planner.jobs.rank_options import is_first_rank, under_torchrun
+from planner.jobs.world import choose_device, on_ranks
 from planner.passes.local_async import check_updaters
 from planner.profile.request import make_request
 from planner.report.files import check_writable

@@ -1,4 +1,4 @@
-"""`planner run` and `planner demo`: training on ranks."""
+"""`planner run`: training on ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 
 import typer
 
-from planner.cli.commands import Demo, Run
+from planner.cli.commands import Run
 from planner.cli.options import Flags, printed_json
-from planner.jobs.demo import DemoResult, demo_rank
 from planner.jobs.job import find_job
 from planner.jobs.on_rank import train_rank
+from planner.jobs.rank_options import is_first_rank
 from planner.jobs.training import RankRun
-from planner.jobs.world import choose_device, is_first_rank, on_ranks, planned_ranks
-from planner.report.listing import Listing, make_console, print_tables
-from planner.report.tables import print_plan, profile_lines
-from planner.testbed.hosts import describe
+from planner.jobs.world import choose_device, on_ranks, planned_ranks
 from runtime.errors import CheckFailed, PlanMismatch
 from runtime.plan import load_plan
 
@@ -79,38 +76,3 @@ def run_lines(document: dict[str, Any], runs: Sequence[RankRun]) -> list[str]:
     if runs[0].emulation is not None:
         lines.append(f"on the {runs[0].emulation}")
     return [*lines, runs[0].report] if runs[0].report else lines
-
-
-def demo(asked: Demo) -> None:
-    """Profile, plan and train a small model, and print all of it."""
-    device, shown = choose_device(asked.where.device), not Flags.as_json
-    result = on_ranks(asked.where, demo_rank, device, shown, asked.where.timeout_s)[0]
-    if not is_first_rank() or printed_json(result.to_document):
-        return
-    typer.echo("\n".join(profile_lines(result.profile)))
-    print_plan(result.plan, make_console(), buckets=True)
-    print_tables(demo_listing(result))
-
-
-def demo_listing(result: DemoResult) -> Listing:
-    """Compare DDP with the plan."""
-    title = f"one epoch of {result.steps} steps on {result.plan.world.ranks} ranks, from the same seed, interleaved"
-    world = result.profile.world
-    if world.emulated is not None:
-        title += f"; {describe(world.emulation)}"
-    error = f"prediction off by {result.error:+.1%}"
-    same = "the same weights, bit for bit" if result.ddp.weights_sha256 == result.planned.weights_sha256 else ""
-    ddp_us = (result.plan.baselines or {})["ddp"].iteration_us
-    rows = [
-        (
-            name,
-            f"{epoch.epoch_s:.2f}",
-            f"{epoch.median_us / 1e3:.2f}",
-            f"{predicted_us / 1e3:.2f}",
-            f"{epoch.loss_last:.3f}",
-            f"{epoch.test_accuracy:.1%}",
-        )
-        for name, epoch, predicted_us in (("DDP", result.ddp, ddp_us), ("plan", result.planned, result.predicted_us))
-    ]
-    columns = ("", "epoch (s)", "step (ms)", "predicted (ms)", "last loss", "test accuracy")
-    return Listing(title, columns, rows, left=("",), caption="; ".join(filter(None, (error, same))))

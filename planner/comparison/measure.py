@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import runtime
 from planner.comparison.same import Deviation, FirstStep
+from planner.comparison.statistics import ratio_interval, step_values
 from planner.comparison.trained import Trained, TrainedJob
 from planner.comparison.variants import DDP, PLAN, BucketVariant, Lineup, Rounds, Variant, distinct_caps
 from planner.jobs.training import SEED, attribute_user_errors, build
@@ -43,6 +44,9 @@ WARM_UP_STEPS = 3
 
 LEAST_ROUNDS = 2
 """Number of rounds that are measured however late it is."""
+
+LEAST_CLEAR_ROUNDS = 4
+"""Number of rounds from which a ratio may count as known."""
 
 ALONE_REPEATS = 5
 
@@ -128,6 +132,15 @@ class Runner(Generic[V]):
                 if record.failure is None and (number < LEAST_ROUNDS or name not in rounds.brief):
                     self.block(record, 1 if name in rounds.brief else rounds.steps)
             longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
+            if rounds.clear is not None and number + 1 >= LEAST_CLEAR_ROUNDS and self._is_clear(records, rounds.clear):
+                break
+
+    def _is_clear(self, records: Sequence[Record[V]], names: tuple[str, str]) -> bool:
+        """Return whether the ratio of two variants' steps is known well enough, the same on all ranks."""
+        mine = [next(one.step_us for one in records if one.variant.name == name) for name in names]
+        everyone = np.array(self.world.gather(mine, "comparing rounds"))
+        values = [step_values(everyone[:, place], together=True) for place in range(len(names))]
+        return ratio_interval(*values).telling_rounds is None
 
 
 class VariantRunner(Runner[BucketVariant]):

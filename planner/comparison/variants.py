@@ -116,6 +116,8 @@ class Rounds:
     """Measured steps of a block."""
     end_s: float = math.inf
     """Wall-clock time (`time.time`) by which rounds end: none begins that would be late, but for `LEAST_ROUNDS`."""
+    clear: tuple[str, str] | None = None
+    """Names of two variants: no more rounds once their ratio is known well enough (`Interval.telling_rounds`)."""
     brief: Collection[str] = ()
     """Names of variants whose steps are so slow that they take part in the fewest rounds, with one measured step, or
     cycle, in each."""

@@ -1,4 +1,4 @@
-"""The demo's job: a ResNet-20 (He et al., 2016, CIFAR form) on scikit-learn's handwritten digits."""
+"""The job of the examples: a ResNet-20 (He et al., 2016, CIFAR form) on scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def digits() -> Digits:
         from sklearn.datasets import load_digits
     except ImportError:
         raise EnvironmentFailure(
-            "the digits of the demo come with scikit-learn, which is missing: pip install 'commplanner[demo]'"
+            "the digits of the examples come with scikit-learn, which is missing: pip install 'commplanner[demo]'"
         ) from None
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -82,11 +82,6 @@ def digits() -> Digits:
     labels = torch.tensor(raw.target, dtype=torch.long)
     test = torch.arange(len(labels)) % TEST_SHARE == 0
     return Digits(images[~test], labels[~test], images[test], labels[test])
-
-
-def steps_per_epoch(ranks: int) -> int:
-    """Return the steps in which `ranks` ranks see the training set once."""
-    return len(digits().train_labels) // (BATCH_SIZE * ranks)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def is_first_rank() -> bool:
+    """Return whether this process prints and writes files for the command."""
+    return os.environ.get("RANK", "0") == "0" or not under_torchrun()
+
+
 @dataclass(frozen=True)
 class RankOptions:
     """The options of every command that needs ranks."""

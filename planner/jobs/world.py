@@ -114,11 +114,6 @@ def planned_ranks(ranks: int, plan: str) -> int | None:
     return ranks
 
 
-def is_first_rank() -> bool:
-    """Return whether this process prints and writes files for the command."""
-    return os.environ.get("RANK", "0") == "0" or not under_torchrun()
-
-
 def choose_device(device: str) -> str:
     """Return, for `auto`, `cuda` if it works, else `cpu`. Raises InputError for a device that is not here."""
     if device not in ("auto", "cpu", "cuda"):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 Run = Callable[[], object]
 """One piece of work, until its result is there."""
 EVERY_S = 15.0
-"""Least seconds between two lines: short commands have none, and logs of long ones stay short."""
+"""Usual least seconds between two lines: short commands have none, and logs of long ones stay short."""
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Progress:
     """Shows one bar per loop, gone when it is over, or lines if standard error is no terminal; nothing by default."""
 
     show: bool = False
+    every_s: float = EVERY_S
+    """Least seconds between two lines."""
     _said_s: float = field(default_factory=lambda: time.monotonic())
 
     def track(self, items: Sequence[T], what: str) -> Iterable[T]:
@@ -43,7 +45,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Write a line if there are no bars, unless there was one just now; for parts of what a bar counts."""
-        if self.show and time.monotonic() - self._said_s >= EVERY_S and not sys.stderr.isatty():
+        if self.show and time.monotonic() - self._said_s >= self.every_s and not sys.stderr.isatty():
             self._said_s = time.monotonic()
             print(f"planner: {text}", file=sys.stderr, flush=True)
 

@@ -112,6 +112,9 @@ class AskedPlan(Asked):
     accuracy: Accuracy = "exact"
     allow: tuple[str, ...] = ()
     compress: str | None = None
+    only_default: bool = False
+    """Whether the plan is compared with DDP's default alone, until their ratio is known well enough: neither DDP's
+    hooks nor its best bucket size are measured."""
 
     def summarize(self, measured: Sequence[Measured]) -> Comparison:
         """Compare buckets from what each rank saw, in order of rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from planner.rehearse import ranks
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from planner.rehearse.asked import AskedPlan
 from planner.rehearse.ranks import SWEEP, WARM_UP_STEPS, Blocks, Decided, Rehearser
-from planner.rehearse.scale import Scale, scaled_plan
+from planner.rehearse.scale import Scale, links_of, scaled_plan
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.topology import node_name
 from runtime.plan import Plan
@@ -54,7 +55,7 @@ HOOKS: tuple[Hook, ...] = ("fp16",)
 class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
     """A rehearsal of buckets, on this rank."""
 
-    WHAT = "{variants} variants and {caps} bucket sizes of DDP"
+    WHAT = "{variants} variants"
 
     def __init__(self, asked: AskedPlan, bench: Bench, scale: Scale) -> None:
         """Make the scaled job."""
@@ -77,7 +78,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
         problem = make_problem(asked.profile, asked.cluster, where=asked.name)
         plan = _planned(asked, asked.profile, asked.cluster)
-        blocks = blocks_of(make_lineup(plan, problem, asked.strategies, HOOKS).variants, 1, 1.0)
+        blocks = blocks_of(make_lineup(plan, problem, asked.strategies, hooks_of(asked)).variants, 1, 1.0)
         ddp = next(each for each in blocks if each.name == DDP)
         least_s = sum(each.least_s for each in blocks)
         if ddp.brief:  # whose bucket sizes are not looked for
@@ -147,14 +148,14 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + last_us))
         plan = _planned(asked, here, cluster)
         problem = make_problem(here, cluster, where=asked.name)
-        lineup = make_lineup(plan, problem, asked.strategies, HOOKS)
+        lineup = make_lineup(plan, problem, asked.strategies, hooks_of(asked))
         baseline, *others = lineup.variants
         made = [replace(baseline, predicted_us=(baseline.predicted_us or 0.0) - last_us + usual_us), *others]
         everything = [*made, *(variant for _, variant in lineup.caps)]
         predicted = {one.name: _from_constants(one, problem, self._constants) for one in everything}
         return Decided(
             variants=[self._scaled(one) for one in made],
-            caps=[(cap, self._scaled(one)) for cap, one in lineup.caps],
+            caps=[] if asked.only_default else [(cap, self._scaled(one)) for cap, one in lineup.caps],
             from_constants_us={name: time_us for name, time_us in predicted.items() if time_us is not None},
             bounds={"bound_us": plan.certificate.lower_bound_us if plan.certificate else None},
         )
@@ -170,12 +171,23 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         """Return each variant's blocks of `steps` measured steps."""
         return blocks_of(decided.variants, steps, self.scale.dilate)
 
+    def rounds(self, decided: Decided[BucketVariant], started_s: float) -> tuple[Rounds, Decided[BucketVariant]]:
+        """Return the rounds that fit into the minutes, as `Rehearser.rounds`.
+
+        If DDP's default alone is compared, they get half of the minutes, however long a busy machine took until here.
+        """
+        if not self.asked.only_default:
+            return super().rounds(decided, started_s)
+        rounds, decided = super().rounds(decided, max(started_s, time.time() - 30.0 * self.asked.minutes))
+        return replace(rounds, clear=(PLAN, DDP)), decided
+
     def measure(self, decided: Decided[BucketVariant], rounds: Rounds) -> tuple[Measured, dict[str, Any]]:
         """Measure all variants; return that, dilated, and figures by name and variant, undilated."""
         if self.world.ranks > 1:
             self.world.broadcast([*self._model.parameters()])
         torch.manual_seed(SEED + 1 + self.world.rank)
-        runner = RehearsalRunner(TrainedJob(self._built), self.bench, self.scale, self._model.device)
+        hold_links = partial(ranks.pace, links_of(self.asked.cluster), self.scale)
+        runner = RehearsalRunner(TrainedJob(self._built), self.bench, self.scale, self._model.device, hold_links)
         measured = measure_all(runner, Lineup(decided.variants, decided.caps), rounds, SWEEP)
         late_us = {name: us / self.scale.dilate for name, us in runner.late_by_variant_us().items()}
         return measured, {"late_us": late_us}
@@ -184,9 +196,12 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
 class RehearsalRunner(VariantRunner):
     """Blocks of variants on an accelerator that is a timed wait, with the work that did not fit under its waits."""
 
-    def __init__(self, trained: TrainedJob, bench: Bench, scale: Scale, device: Accelerator) -> None:
+    def __init__(
+        self, trained: TrainedJob, bench: Bench, scale: Scale, device: Accelerator, hold_links: Callable[[], None]
+    ) -> None:
+        """Measure on `device`; `hold_links` is called after new connections are made, to hold their rate."""
         super().__init__(trained, bench, ranks.TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
-        self._accelerator = device
+        self._accelerator, self._hold_links = device, hold_links
         self._late_us: dict[str, list[float]] = {}
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:
@@ -200,6 +215,7 @@ class RehearsalRunner(VariantRunner):
     def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
         """Attach a plan; selecting and unpacking are the accelerator's work, which begins with them."""
         session = super()._attach(optimizer, plan)
+        self._hold_links()
         if isinstance(feedback := session._exchange.carried, ErrorFeedbackState):
             for lossy in feedback.lossy.values():
                 lossy.pack = partial(self._on_device, lossy.pack)  # type: ignore[method-assign]
@@ -220,6 +236,11 @@ class RehearsalRunner(VariantRunner):
 
 def _planned(asked: AskedPlan, profile: Profile, cluster: Cluster) -> Plan:
     return optimize(profile, cluster, accuracy=asked.accuracy, allow=asked.allow, compress=asked.compress)
+
+
+def hooks_of(asked: AskedPlan) -> tuple[Hook, ...]:
+    """Return the hooks of DDP that are compared."""
+    return () if asked.only_default else HOOKS
 
 
 AnyLine = TypeVar("AnyLine", Line, SelectionLine)

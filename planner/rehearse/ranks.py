@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
@@ -16,11 +17,13 @@ import torch
 
 from planner.comparison.measure import LEAST_ROUNDS, Measured, Sweep, V
 from planner.comparison.variants import DDP, Rounds
-from planner.profile.bench import Bench, Progress, Run, median_of_slowest
+from planner.profile.bench import EVERY_S, Bench, Progress, Run, median_of_slowest
 from planner.profile.links import SMALLEST_BYTES, Curve, Limits, Messages
 from planner.profile.step import decided_by_first, joined
 from planner.rehearse.asked import Asked, Bounds, Figures
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
+from planner.testbed.hosts import emulation_here
+from planner.testbed.pacing import pace_connections
 from planner.testbed.wiring import INTERFACE, MTU_BYTES, shaping
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
@@ -53,6 +56,8 @@ OWN_STEPS = 5
 MOST_ROUNDS = 40
 SWEEP = Sweep(rounds=1, finalists=2, final_rounds=2, steps=2)
 """Measurements by which DDP's bucket size is chosen: few, since dilated steps differ by little."""
+SHOWN_SHARE = 0.07
+"""Share of the time given that passes between two lines of progress, if that is less than the usual."""
 SWEEP_SHARE = 0.3
 """Share of the time left that looking for DDP's best bucket size may take."""
 CPU = torch.device("cpu")
@@ -112,7 +117,7 @@ class Rehearser(ABC, Generic[A, V]):
     COPIES: ClassVar[float] = 1.0
     """Factor by which bytes are shrunk more than the machine's sockets need, as hosts copy them as well."""
     WHAT: ClassVar[str]
-    """Text about the compared variants, with places for their number and that of bucket sizes of DDP."""
+    """Text about the compared variants, with a place for their number."""
 
     def __init__(self, asked: A, bench: Bench, scale: Scale) -> None:
         """Rehearse what is asked at a scale."""
@@ -216,15 +221,25 @@ def choose_rounds(
     return Rounds(count=count, steps=steps, brief=brief), {cap for cap, _ in by_prediction[:most]}
 
 
-def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, show_progress: bool) -> Rehearsed:
-    """Rehearse on this rank; every rank calls it. `started_s`: wall-clock seconds when the command began."""
+def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float | None, show_progress: bool) -> Rehearsed:
+    """Rehearse on this rank; every rank calls it.
+
+    Args:
+        kind: what is rehearsed.
+        asked: its request.
+        started_s: wall-clock seconds at which the minutes began; None: now, however long ranks took to start.
+        show_progress: whether lines are written on standard error.
+    """
+    started_s = time.time() if started_s is None else started_s
     with joined(None, TIMEOUT_S) as world:
-        bench = Bench(world, CPU, Progress(show_progress and world.rank == 0))
+        every_s = min(EVERY_S, SHOWN_SHARE * asked.minutes * 60.0)
+        bench = Bench(world, CPU, Progress(show_progress and world.rank == 0, every_s))
         scale = begin(bench, asked, lambda: kind.most_dilate(asked, asked.left_s(started_s)), kind.COPIES)
         rehearser = kind(asked, bench, scale)
         decided = rehearser.decide()
         rounds, decided = decided_by_first(world, lambda: rehearser.rounds(decided, started_s), "agreeing on rounds")
-        what = kind.WHAT.format(variants=len(decided.variants), caps=len(decided.caps))
+        what = kind.WHAT.format(variants=len(decided.variants))
+        what += f" and {len(decided.caps)} bucket sizes of DDP" if decided.caps else ""
         slow = f", {LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
         say(world, f"{what}: {rounds.count} rounds of {rounds.steps} steps each{slow}")
         measured, figures = rehearser.measure(decided, rounds)
@@ -238,7 +253,7 @@ def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float, sho
 
 
 def begin(bench: Bench, asked: Asked, most_dilate: Callable[[], float], copies: float) -> Scale:
-    """Agree on the scale, and hold this host's links to it; every rank calls it.
+    """Agree on the scale, and hold links to it; every rank calls it.
 
     Args:
         bench: all ranks.
@@ -264,7 +279,9 @@ def begin(bench: Bench, asked: Asked, most_dilate: Callable[[], float], copies: 
         f"dilated {scale.dilate:g} times, shrunk {scale.shrink:g} times: an all-reduce starts up in "
         f"{machine.start_up_us / scale.dilate:.0f} us (asked {links.start_up_us:.0f})",
     )
-    shape_links(world, links, scale)
+    if emulation_here() is not None:
+        shape_links(world, links, scale)
+    pace(links, scale)
     return scale
 
 
@@ -293,6 +310,12 @@ def probe(bench: Bench) -> Machine:
         update_us_per_byte=float(update_us) / PROBE_BYTES,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )  # fmt: skip
+
+
+def pace(links: Links, scale: Scale) -> None:
+    """Hold this rank's connections to the scaled rate of the link between hosts, unless an emulated host does."""
+    if emulation_here() is None:
+        pace_connections(scale.rate(links.inter_bits_per_s))
 
 
 def shape_links(world: World, links: Links, scale: Scale) -> None:

@@ -48,6 +48,19 @@ def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
         assert row["same_training"] is not False
 
 
+def test_the_demo_compares_ddp_with_a_plan_and_trains_as_ddp_does() -> None:
+    """Without root: on connections of this machine."""
+    found = commands.result("demo", "--minutes", "0.8")
+    assert (found["hosts"], found["dilate"], found["shrink"]) == ("2x1", 10.0, 1.0)
+    rows = {row["name"]: row for row in found["rows"] if row["equal_to"] is None}
+    assert {"none", "ddp", "plan"} == rows.keys()
+    assert rows["plan"]["same_training"]
+    assert rows["plan"]["predicted_us"] < rows["ddp"]["predicted_us"]
+    # The link is held: DDP's last bucket cannot take less.
+    assert rows["ddp"]["median_us"] > 0.9 * rows["ddp"]["from_constants_us"]
+    assert found["ratio_ci95"][0] <= found["ratio"] <= found["ratio_ci95"][1]
+
+
 @needs_namespaces
 def test_wrappings_are_predicted_measured_and_counted(tmp_path: Path) -> None:
     document = on_two_hosts()

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from builders import cluster_document, profile_document, usual_document, usual_profile, write
 from rich.console import Console
 from scipy.special import stdtrit
 
 from planner import optimize
 from planner.cli.app import main
-from planner.comparison.measure import Measured, Record
+from planner.comparison.measure import LEAST_CLEAR_ROUNDS, Measured, Record, Runner
 from planner.comparison.picture import picture_text
 from planner.comparison.report import Row, comparison_table, failures, summarize
 from planner.comparison.same import Deviation
@@ -34,15 +35,17 @@ from planner.comparison.variants import (
     NO_COMMUNICATION,
     PLAN,
     BucketVariant,
+    Rounds,
     distinct_caps,
     make_lineup,
 )
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
-from planner.profile.bench import Progress
+from planner.profile.bench import Bench, Progress
 from planner.report.listing import print_tables
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
+from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.monitor.verdict import t_quantile
 from runtime.plan import LocalAsyncSpec
@@ -190,6 +193,21 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
         assert found.out == ""
         said = ["planner: measuring, 15 of 40 done", "planner: measuring, 30 of 40 done"]
         assert found.err.splitlines() == (said if show else [])
+
+
+@pytest.mark.parametrize(("spread", "rounds"), [(1e-4, LEAST_CLEAR_ROUNDS), (0.5, 12)])
+def test_rounds_end_once_the_ratio_is_known(spread: float, rounds: int) -> None:
+    """With little noise after the fewest, with much after all."""
+    random = np.random.default_rng(1)
+
+    class Made(Runner[BucketVariant]):
+        def block(self, record: Record[BucketVariant], steps: int) -> None:
+            record.step_us.append((100.0 * (1.0 + spread * random.standard_normal(steps))).tolist())
+
+    records = [Record(BucketVariant(name=name, kind="plan")) for name in ("a", "b")]
+    runner = Made(Bench(World(), torch.device("cpu")))
+    runner.interleave(records, Rounds(count=12, steps=3, clear=("a", "b")))
+    assert [len(record.step_us) for record in records] == [rounds, rounds]
 
 
 def test_who_is_compared() -> None:
