@@ -41,6 +41,7 @@ from planner.cli.options import (
     strategies_beginning,
 )
 from planner.cli.rank_commands import compare, demo, profile, rehearse, run
+from planner.cli.trace_commands import import_traces
 from planner.decide.defaults import DEFAULT_PASSES
 from runtime.debug import asked_events
 from runtime.errors import InputError, PlannerError
@@ -375,13 +376,16 @@ def catalog(
         typer.echo(entry.details() if name == entry.name else f"{entry.kind:<8} {entry.name:<28} {entry.summary}")
 
 
+app.command("import")(import_traces)
 app.add_typer(clusters, name="cluster")
 app.add_typer(models, name="model")
 
 
 @app.command()
 def explain(
-    plan: Annotated[str, typer.Argument(help="plan.json")],
+    plan: Annotated[
+        str, typer.Argument(help="plan.json; or a trace of torch.profiler, or a directory of them, one a rank.")
+    ],
     trace: Annotated[
         str | None, typer.Option(help="Write Chrome trace events here, for ui.perfetto.dev or chrome://tracing.")
     ] = None,
@@ -391,9 +395,18 @@ def explain(
         typer.Option(help="A step measured with this plan (`session.report().save(...)`), to draw, too."),
     ] = None,
 ) -> None:
-    """Say why a plan is what it is: a table, a trace, a page."""
+    """Say why a plan is what it is, or where the steps of a traced run go: a table, a trace, a page."""
     from planner.report import files
+    from planner.traces.stream import is_trace
 
+    if is_trace(plan):
+        from planner.cli.traced_runs import explain_traces
+
+        for option, value in (("--trace", trace), ("--measured", measured)):
+            if value is not None:
+                raise InputError(f"{option}: found it with the trace {plan}, expected it with a plan; leave it out")
+        explain_traces(plan, html)
+        return
     outputs = files.check_outputs(plan, measured, {files.TRACE: trace, files.HTML: html})
     loaded = files.explain(plan, measured, outputs)
     if Flags.as_json:

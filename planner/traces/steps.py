@@ -1,0 +1,467 @@
+"""From one rank's recording to its steps: who launched which kernel, and which gradient it completed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.traces.events import Message, Run, Step
+from planner.traces.kineto import (
+    BACKWARD,
+    BUCKET_COPY,
+    CALL,
+    DTYPES,
+    ELEMENT_BYTES,
+    FORWARD,
+    GRADIENT,
+    KERNEL,
+    MESSAGE,
+    Collective,
+    Floats,
+    Ints,
+    Recording,
+    column,
+)
+from runtime.errors import InputError
+
+MAX_DROPPED = 0.05
+"""Share of launches whose kernels may be missing."""
+EXCHANGES = ("all_reduce", "reduce_scatter")
+"""Collectives that gradients are exchanged with."""
+_POINT_TO_POINT = {"send", "recv", "sendrecv", "p2p", "batch_p2p", "coalesced"}
+HOW = "call prof.step() after every iteration, and record at least one whole one"
+
+
+@dataclass(frozen=True)
+class _Host:
+    """Operations of a host of one kind, by start."""
+
+    start: Floats
+    end: Floats
+    thread: Ints
+    numel: Ints
+    of: NDArray[np.int32]
+
+    def within(self, begin: float, end: float) -> _Host:
+        """Return those that start in this time."""
+        first, last = np.searchsorted(self.start, (begin, end))
+        return _Host(*(values[first:last] for values in vars(self).values()))
+
+    def chosen(self, mask: NDArray[Any]) -> _Host:
+        return _Host(*(values[mask] for values in vars(self).values()))
+
+
+class Columns:
+    """A recording as arrays, ordered by the time when the host launched."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording, self.names = recording, recording.known()
+        kinds = column(recording.host, "kind")
+        order = np.argsort(column(recording.host, "start"), kind="stable")
+        self._host = {
+            kind: _Host(*(column(recording.host, name)[at] for name in ("start", "end", "thread", "numel", "of")))
+            for kind in range(5)
+            for at in [order[kinds[order] == kind]]
+        }
+        self.on_device = len(recording.device["start"]) > 0
+        if self.on_device:
+            self._from_device()
+        else:
+            self._from_hosts()
+        order = np.argsort(self.launch, kind="stable")
+        for name in ("launch", "launcher", "start", "end", "kind", "name", "of", "bytes"):
+            setattr(self, name, getattr(self, name)[order])
+
+    def _from_device(self) -> None:
+        columns = self.recording.device
+        self.start, self.end, self.kind, self.name, self.of, self.bytes = (
+            column(columns, name) for name in ("start", "end", "kind", "name", "of", "bytes")
+        )
+        links, launches = column(columns, "link"), self.recording.launches
+        by_link = np.argsort(column(launches, "link"), kind="stable")
+        known = column(launches, "link")[by_link]
+        at = np.minimum(np.searchsorted(known, links), max(0, len(known) - 1))
+        # Kernels without a launch were launched before the recording began.
+        self.launch, self.launcher = np.full(len(links), -np.inf), np.full(len(links), -1, dtype=np.int64)
+        if len(known):
+            found = (known[at] == links) & (links >= 0)
+            self.launch[found] = column(launches, "start")[by_link][at][found]
+            self.launcher[found] = column(launches, "thread")[by_link][at][found]
+        self.dropped = 1.0 - len(np.intersect1d(known, links)) / max(1, len(known))
+
+    def _from_hosts(self) -> None:
+        """Operations of hosts as kernels that run while they are launched, and messages of backends such as gloo."""
+        works, messages = self.recording.works, self.recording.host_messages
+        self.start = np.concatenate([column(works, "start"), column(messages, "start")])
+        self.end = np.concatenate([column(works, "end"), column(messages, "end")])
+        own, sent = len(works["start"]), len(messages["start"])
+        self.kind = np.repeat(np.array([KERNEL, MESSAGE], dtype=np.int8), [own, sent])
+        self.launch, self.launcher = self.start.copy(), np.full(own + sent, -1, dtype=np.int64)
+        self.launcher[:own] = column(works, "thread")
+        self.name = np.full(own + sent, -1, dtype=np.int32)
+        self.of = np.concatenate([np.full(own, -1, dtype=np.int32), column(messages, "of")])
+        self.bytes = np.full(own + sent, -1, dtype=np.int64)
+        self.dropped = 0.0
+        self._match_calls(own)
+
+    def _match_calls(self, first: int) -> None:
+        """Date messages of hosts by their calls: the k-th of a collective by the k-th call of it."""
+        calls = self.host(CALL)
+        by_name: dict[str, list[int]] = {}
+        for index, of in enumerate(calls.of):
+            by_name.setdefault(self.names[of].name, []).append(index)
+        place: Counter[str] = Counter()
+        for at in first + np.argsort(self.start[first:], kind="stable"):
+            name = self.names[self.of[at]].name
+            known = by_name.get(name, [])
+            # Calls before the recording began have no message in it, and messages no call.
+            while place[name] < len(known) and calls.end[known[place[name]]] < self.start[at] - 6e7:
+                place[name] += 1
+            if place[name] < len(known) and calls.start[known[place[name]]] <= self.start[at]:
+                call = known[place[name]]
+                self.launch[at], self.launcher[at] = calls.start[call], calls.thread[call]
+                if self.names[self.of[at]].numel_in is None:
+                    self.of[at] = calls.of[call]
+                place[name] += 1
+
+    @cached_property
+    def _grids(self) -> NDArray[np.int64]:
+        return np.array(
+            [at if isinstance(name, tuple) and name[1] else -1 for at, name in enumerate(self.names)] or [-1]
+        )
+
+    def grid_of(self, names: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the numbers of kernels' names that hold a grid, −1 for all others."""
+        return np.where(names >= 0, self._grids[np.maximum(names, 0)], -1)
+
+    def overhead(self, zero: float, end: float) -> tuple[Floats, Floats]:
+        """Return moments after `zero`, and how many operations were recorded since then before each of them."""
+        works = self.recording.works
+        start, stop, inside = (column(works, name) for name in ("start", "end", "inside"))
+        chosen = np.flatnonzero((start >= zero) & (start < end))
+        chosen = chosen[np.argsort(start[chosen], kind="stable")]
+        after = np.cumsum(1.0 + inside[chosen])
+        moments = np.stack([start[chosen], stop[chosen]], axis=1).ravel() - zero
+        return np.maximum.accumulate(moments), np.stack([np.concatenate([[0.0], after[:-1]]), after], axis=1).ravel()
+
+    def host(self, kind: int) -> _Host:
+        """Return the host's operations of a kind."""
+        return self._host[kind]
+
+    @cached_property
+    def metadata(self) -> dict[int, _Host]:
+        """Calls of collectives, by thread."""
+        calls = self.host(CALL)
+        return {int(thread): calls.chosen(calls.thread == thread) for thread in np.unique(calls.thread)}
+
+    def collective_of(self, at: int) -> Collective:
+        """Return what a message kernel sends: as it says itself, as the call that launched it does, or by its name."""
+        if self.of[at] >= 0:
+            found: Collective = self.names[self.of[at]]
+            return found
+        name = str(self.names[self.name[at]])
+        calls = self.metadata.get(int(self.launcher[at]))
+        if calls is not None:
+            place = int(np.searchsorted(calls.start, self.launch[at], side="right")) - 1
+            if place >= 0:
+                called: Collective = self.names[calls.of[place]]
+                return called
+        for word in ("AllReduce", "ReduceScatter", "AllGather", "Broadcast", "SendRecv", "Reduce"):
+            if word in name:
+                spelled = {"AllReduce": "all_reduce", "ReduceScatter": "reduce_scatter", "AllGather": "all_gather"}
+                return Collective(spelled.get(word, word.lower()))
+        return Collective("unknown collective")
+
+
+def windows(columns: Columns) -> list[tuple[int, float, float]]:
+    """Return (number, start, end) of each step on the host: as `prof.step()` marked them, else from one optimizer's
+    step to the next, else from forward to forward.
+    """
+    recording = columns.recording
+    if recording.steps:
+        return sorted((number, start, end) for number, (start, end) in recording.steps.items())
+    named: dict[str, list[tuple[float, float]]] = {}
+    for name, start, end, _ in recording.annotations:
+        named.setdefault(name, []).append((start, end))
+    updates = [times for name, times in named.items() if name.startswith("Optimizer.step#")]
+    if updates:
+        # Of several optimizers that of most steps; each step ends with its last one.
+        ends = [end for _, end in sorted(max(updates, key=len))]
+        everything = min([*columns.host(FORWARD).start[:1], *columns.start[:1]], default=ends[0])
+        return [(index, begin, end) for index, (begin, end) in enumerate(pairwise([min(everything, ends[0]), *ends]))]
+    forwards = sorted(start for start, _ in named.get("DistributedDataParallel.forward", []))
+    last = max([0.0, *columns.host(BACKWARD).end[-1:], *columns.end.tolist()[-1:]])
+    edges = sorted({*forwards, *([last + 1.0] if forwards else [])})
+    return [(index, begin, end) for index, (begin, end) in enumerate(pairwise(edges))]
+
+
+def read_steps(recording: Recording) -> Run:
+    """Return the complete steps of a recording.
+
+    Raises InputError: no gradient, no complete step, or kernels were dropped.
+    """
+    path, columns = recording.path, Columns(recording)
+    version = recording.header.get("schemaVersion", 1)
+    if version != 1:
+        raise InputError(
+            f"{path}: $.schemaVersion: found {str(version)[:40]}, expected 1; record it with a torch from 1.12 to 2.13"
+        )
+    if not len(columns.host(GRADIENT).start):
+        raise InputError(_no_gradients(columns))
+    if not columns.on_device and recording.launches["start"]:
+        raise InputError(
+            f"{path}: found {len(recording.launches['start'])} launches and no kernel, expected the kernels: the "
+            f"profiler dropped them, or was not allowed to record them; record with ProfilerActivity.CUDA"
+        )
+    if columns.dropped > MAX_DROPPED:
+        raise InputError(
+            f"{path}: found launches of which {columns.dropped:.0%} have no kernel, expected all: the profiler's "
+            f"buffer dropped them; record fewer steps"
+        )
+    known = windows(columns)
+    steps = [step for window in known for step in _step(columns, *window)]
+    if not steps:
+        raise InputError(f"{path}: found {len(known)} steps, none with a whole backward, expected one; {HOW}")
+    between = {message.collective for step in steps for message in step.others} & _POINT_TO_POINT
+    if between and not any(step.buckets for step in steps):
+        raise InputError(
+            f"{path}: found {', '.join(sorted(between))} and no exchange of gradients, expected data-parallel "
+            f"gradients: one rank of a pipeline cannot be planned by itself; name a trace of a job with data-parallel ranks"
+        )
+    count = Counter(len(step.ready_us) for step in steps).most_common(1)[0][0]
+    whole = [step for step in steps if len(step.ready_us) == count]
+    sent = [step for step in whole if step.buckets]
+    notes = _notes(recording, len(known), whole, sent)
+    whole = _with_gaps(sent or whole)
+    header = recording.header
+    world, rank = _world(header, whole)
+    device = header.get("deviceProperties")
+    optimizers = Counter(name for name, *_ in recording.annotations if name.startswith("Optimizer.step#"))
+    devices = [entry for entry in device if isinstance(entry, dict)] if isinstance(device, list) else []
+    memory = devices[0].get("totalGlobalMem") if devices and columns.on_device else None
+    group = next((message.group for step in whole for message in step.buckets), "")
+    info = header.get("distributedInfo")
+    backend = info.get("backend") if isinstance(info, dict) else None
+    others = Counter((m.collective, m.group) for m in whole[0].others if m.collective not in ("broadcast", "barrier"))
+    return Run(
+        paths=(path,), rank=rank, world=world, traced_ranks=(rank,), steps=whole, group=group, notes=notes,
+        exchanging=next((message.ranks for step in whole for message in step.buckets), None),
+        backend=backend if isinstance(backend, str) else None,
+        device="cuda" if columns.on_device else "cpu", devices_per_node=len(devices) if columns.on_device else 0,
+        optimizer=next((name[15:].removesuffix(".step") for name, _ in optimizers.most_common(1)), None),
+        accelerator=str(devices[0].get("name", ""))[:200] or None if devices and columns.on_device else None,
+        memory_bytes=memory if isinstance(memory, int) and memory > 0 else None,
+        unplanned=tuple(
+            f"{name.replace('_', '-')} of group {of or 'unknown'}, {times} a step: not planned, left as it is"
+            for (name, of), times in sorted(others.items())
+        ),
+    )  # fmt: skip
+
+
+def _no_gradients(columns: Columns) -> str:
+    path = columns.recording.path
+    if len(columns.host(BACKWARD).start):
+        return (
+            f"{path}: found a backward without AccumulateGrad, expected gradients of parameters; the part of a job "
+            f"that trains no parameters of its own cannot be planned: name the trace of another rank"
+        )
+    if not len(columns.recording.works["start"]):
+        return (
+            f"{path}: found kernels and no operations of the host, expected both; record with "
+            f"activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+        )
+    return (
+        f"{path}: found no backward, expected steps of training (an inference has nothing to plan); record steps that "
+        f"call backward"
+    )
+
+
+def _notes(recording: Recording, windows: int, whole: list[Step], sent: list[Step]) -> tuple[str, ...]:
+    notes = []
+    if windows > len(whole):
+        notes.append(f"{windows - len(whole)} of {windows} steps were left out: their backward is not whole")
+    if sent and len(sent) < len(whole):
+        notes.append(f"{len(whole) - len(sent)} steps without messages were left out: they accumulate gradients")
+    if whole[0].micro_batches > 1:
+        notes.append(f"the last of {whole[0].micro_batches} micro-batches of a step was taken: it synchronizes")
+    if recording.negative:
+        notes.append(f"{recording.negative} events of a negative or absurd duration were left out")
+    if recording.unreadable:
+        notes.append(f"{recording.unreadable} events without a name or finite times were left out")
+    return tuple(notes)
+
+
+def _with_gaps(steps: list[Step]) -> list[Step]:
+    """Add what lies between two consecutive steps."""
+    following = {step.number: step for step in steps}
+    found = []
+    for step in steps:
+        after = following.get(step.number + 1)
+        gap = None if after is None else max(0.0, after.begin_us - step.begin_us - step.span_us)
+        found.append(replace(step, gap_us=gap))
+    return found
+
+
+def _world(header: dict[str, Any], steps: list[Step]) -> tuple[int, int]:
+    """Return (ranks, rank), as the trace says, or as large as its largest group."""
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    world, rank = info.get("world_size"), info.get("rank")
+    groups = [message.ranks or 0 for step in steps for message in step.messages]
+    if not isinstance(world, int) or not 1 <= world <= 10**7:
+        world = max(groups, default=0) or 0
+    return world, rank if isinstance(rank, int) and rank >= 0 else 0
+
+
+def _step(columns: Columns, number: int, begin: float, end: float) -> Iterator[Step]:
+    """Yield the step of this window of the host, if its backward is whole."""
+    backwards = columns.host(BACKWARD).within(begin, end)
+    if not len(backwards.start):
+        return
+    forwards = _outside(columns.host(FORWARD).within(begin, end), backwards)
+    # A forward behind a backward begins another micro-batch.
+    edges = forwards[np.unique(np.searchsorted(forwards, backwards.start))[:-1]] if len(forwards) else forwards
+    edges = edges[edges > backwards.start[0]] if len(edges) else edges
+    parts = list(pairwise([begin, *np.unique(edges).tolist(), end]))
+    found = [step for part in parts for step in _backward(columns, number, *part, last=part[1] == end)]
+    if found:
+        best = max(found, key=lambda step: (len(step.buckets) > 0, len(step.ready_us), step.begin_us))
+        waits = [(start, stop) for start, stop in columns.recording.loading if begin <= start < end]
+        yield replace(best, micro_batches=len(found), input_us=sum(stop - start for start, stop in waits))
+
+
+def _outside(forwards: _Host, backwards: _Host) -> Floats:
+    """Return the starts of forward operations that no backward runs: those of recomputation are part of backward."""
+    at = np.searchsorted(backwards.start, forwards.start, side="right") - 1
+    reach = np.maximum.accumulate(backwards.end)
+    inside = (at >= 0) & (reach[np.maximum(at, 0)] > forwards.start)
+    return forwards.start[~inside]
+
+
+def _backward(columns: Columns, number: int, begin: float, end: float, last: bool) -> Iterator[Step]:
+    gradients = columns.host(GRADIENT).within(begin, end)
+    backwards = columns.host(BACKWARD).within(begin, end)
+    if not len(gradients.start):
+        return
+    first, stop = np.searchsorted(columns.launch, (begin, end))
+    kinds = columns.kind[first:stop]
+    kernels = first + np.flatnonzero(kinds != MESSAGE)
+    if not columns.on_device:
+        # Python and the data loader run before the first operation of forward, on the same thread.
+        starts = columns.host(FORWARD).within(begin, end).start
+        zero = float(starts[0]) if len(starts) else begin
+        kernels = kernels[columns.start[kernels] >= zero]
+    if not len(kernels):
+        return
+    if columns.on_device:
+        zero = float(columns.start[kernels].min())
+    launch, ends = columns.launch[kernels], columns.end[kernels]
+    in_forward = launch < backwards.start[0]
+    if columns.on_device:
+        forward_us = float(ends[in_forward].max()) - zero if in_forward.any() else 0.0
+        own = columns.launcher[kernels] == gradients.thread[0]
+        reached = np.maximum.accumulate(ends[own]) if own.any() else np.array([zero])
+        at = np.searchsorted(launch[own], gradients.start, side="right") - 1
+        ready = np.where(at >= 0, reached[np.maximum(at, 0)], zero + forward_us) - zero
+    else:
+        forward_us = float(backwards.start[0]) - zero
+        ready = gradients.start - zero
+    ready = np.maximum.accumulate(np.maximum(ready, forward_us))
+    messages = [_message(columns, int(at), zero, gradients, ready) for at in first + np.flatnonzero(kinds == MESSAGE)]
+    if not messages:
+        messages = _calls(columns, begin, end, gradients, ready)
+    buckets = _buckets(messages)
+    order = np.argsort(columns.start[kernels], kind="stable")
+    overhead = None if columns.on_device else columns.overhead(zero, end)
+    compute = np.stack([columns.start[kernels], ends], axis=1)[order] - zero
+    numel = _numel(columns, gradients, begin, end, buckets)
+    yield Step(
+        number=number, forward_us=forward_us, ready_us=ready, numel=numel,
+        dtypes=_dtypes(columns, gradients, buckets), buckets=buckets,
+        others=tuple(message for message in messages if message not in buckets),
+        compute=compute, kernels=columns.grid_of(columns.name[kernels][order]), begin_us=zero,
+        span_us=float(max([compute[:, 1].max(), *(message.end_us for message in buckets)])),
+        overhead=overhead,
+    )  # fmt: skip
+
+
+def _message(columns: Columns, at: int, zero: float, gradients: _Host, ready: Floats) -> Message:
+    what, count = columns.collective_of(at), int(np.searchsorted(gradients.start, columns.launch[at], side="right"))
+    ready_us = float(ready[count - 1]) if count else float(columns.launch[at]) - zero
+    return Message(
+        collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=what.ranks,
+        gradients=count, ready_us=ready_us, start_us=float(columns.start[at]) - zero,
+        end_us=float(columns.end[at]) - zero,
+    )  # fmt: skip
+
+
+def _calls(columns: Columns, begin: float, end: float, gradients: _Host, ready: Floats) -> list[Message]:
+    """Return messages that were called and sent nothing: those of a single rank."""
+    found = []
+    calls = columns.host(CALL).within(begin, end)
+    for start, of in zip(calls.start, calls.of, strict=True):
+        what, count = columns.names[of], int(np.searchsorted(gradients.start, start, side="right"))
+        if what.ranks == 1 and count:
+            moment = float(ready[count - 1])
+            found.append(
+                Message(
+                    collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=1,
+                    gradients=count, ready_us=moment, start_us=moment, end_us=moment,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _buckets(messages: list[Message]) -> tuple[Message, ...]:
+    """Return the messages of gradients: those of the group that reduces most after the first gradient is ready."""
+    able = [
+        message
+        for message in messages
+        if message.gradients
+        and message.collective in EXCHANGES
+        and (message.dtype is None or message.dtype.lower() in DTYPES)
+    ]
+    weight: Counter[tuple[str, str]] = Counter()
+    for message in able:
+        weight[message.collective, message.group] += 1 + (message.size_bytes or 0)
+    if not weight:
+        return ()
+    chosen = weight.most_common(1)[0][0]
+    return tuple(message for message in able if (message.collective, message.group) == chosen)
+
+
+def _dtypes(columns: Columns, gradients: _Host, buckets: tuple[Message, ...]) -> tuple[str, ...]:
+    sent = next((DTYPES[message.dtype.lower()] for message in buckets if message.dtype is not None), "float32")
+    known = {
+        of: DTYPES.get(str(columns.names[of]).lower(), sent) if of >= 0 else sent for of in np.unique(gradients.of)
+    }
+    return tuple(known[of] for of in gradients.of)
+
+
+def _numel(
+    columns: Columns, gradients: _Host, begin: float, end: float, buckets: tuple[Message, ...]
+) -> tuple[int, ...] | None:
+    """Return the elements of each gradient: as recorded, or by DDP's copies of them, which follow in the same order."""
+    if (gradients.numel >= 0).all():
+        return tuple(gradients.numel.tolist())
+    copies = columns.host(BUCKET_COPY).within(begin, end)
+    if len(copies.start) != len(gradients.start):
+        return None
+    if (copies.numel >= 0).all():
+        return tuple(copies.numel.tolist())
+    dtype = next((message.dtype for message in buckets if message.dtype is not None), "float")
+    sizes = []
+    for start, stop in zip(copies.start, copies.end, strict=True):
+        first, after = np.searchsorted(columns.launch, (start, stop))
+        copied = columns.bytes[first:after]
+        if len(copied) != 1 or copied[0] < 0:
+            return None
+        sizes.append(int(copied[0]) // ELEMENT_BYTES[dtype.lower()])
+    return tuple(sizes)
