@@ -443,7 +443,7 @@ def diff(
 @app.command()
 def export(
     plan: Annotated[str, typer.Argument(help="plan.json")],
-    to: Annotated[str, typer.Option(help="ddp, ddp-hook, inductor or nccl-tuner.")],
+    to: Annotated[str, typer.Option(help="ddp, ddp-hook, inductor, nccl-tuner or chakra.")],
     profile: Annotated[
         str | None,
         typer.Option(help="The plan's profile: checks buckets, and reports what is lost, in ms."),
@@ -458,13 +458,15 @@ def export(
     """
     from planner.export import export as express
     from planner.report.files import check_writable
-    from runtime.plan.files import write_text
+    from runtime.plan.files import write_bytes
 
     if output is not None:
         check_writable(output, plan, profile, cluster)
     found = express(plan, to, profile, cluster)
+    if found.data is not None and output is None and not Flags.as_json:
+        raise InputError(f"--to {to}: found no --output, expected a file for what is no text; add -o plan.et")
     if output is not None:
-        write_text(output, found.text)
+        write_bytes(output, found.text.encode() if found.data is None else found.data)
     if Flags.as_json:
         print_json(found.document)
         return

@@ -94,7 +94,10 @@ def _progress() -> Callable[[str], None]:
 def fit(
     logs: Annotated[
         list[str],
-        typer.Argument(help="Output of nccl-tests, with nodes and GPUs of each before it: 2x8:a.log 4x8:b.log."),
+        typer.Argument(
+            help="Output of nccl-tests, with nodes and GPUs of each before it: 2x8:a.log 4x8:b.log; directories of "
+            "NCCL Inspector; traces, or profiles of `planner import`."
+        ),
     ],
     machine: Annotated[
         str | None,
@@ -119,9 +122,12 @@ def fit(
     from planner.documents.machines import parse_cards
     from planner.report.files import check_writable
     from planner.report.tables import fitted_tables, make_console, print_table
+    from planner.traces.measured_logs import measured_logs
     from runtime.errors import InputError
 
-    arguments = [parse_log_argument(text) for text in logs]
+    arguments = [
+        log for text in logs for log in (measured_logs(text) if Path(text).exists() else [parse_log_argument(text)])
+    ]
     check_writable(output, *(argument.path for argument in arguments))
     described = None
     if machine is not None:

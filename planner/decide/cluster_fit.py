@@ -32,6 +32,8 @@ class LogFile:
     nodes: int
     per_node: int
     path: str
+    found: tuple[NcclLog, ...] | None = None
+    """What it holds, where that is no log of nccl-tests; None: not read yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ def fit_cluster(
                 f"them apart"
             )
     read = {
-        (log.nodes, log.per_node, log.path): read_log(
-            log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place
-        )
+        (log.nodes, log.per_node, log.path): list(log.found)
+        if log.found is not None
+        else read_log(log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place)
         for log in logs
     }
     notes = [note for found in read.values() for one in found for note in one.notes]
@@ -133,7 +135,7 @@ def fit_cluster(
     sizes = ", ".join(f"{log.nodes}x{log.per_node} ({Path(log.path).name})" for log in logs)
     cluster = Cluster(
         name=name, nodes=nodes, ranks_per_node=per_node, library="nccl", nccl=fitted,
-        source=f"NCCL's cost model, fitted by `planner cluster fit` to nccl-tests on {sizes}",
+        source=f"NCCL's cost model, fitted by `planner cluster fit` to {sizes}",
         notes=(
             f"{fit.samples} samples, {fit.mean_error:.1%} off on average; 9 of 10 within "
             f"{math.expm1(fit.interval.inside):.0%} where measured, {math.expm1(fit.interval.beyond):.0%} on other "

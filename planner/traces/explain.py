@@ -16,7 +16,7 @@ from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.model.problem import make_problem
 from planner.traces.events import Message, Run
 from planner.traces.kineto import DTYPES
-from planner.traces.replayed import OFF, Replay, replay
+from planner.traces.replayed import OFF, Replay, own_schedule, replay
 from runtime.errors import InputError
 
 STRATEGIES = {
@@ -82,7 +82,7 @@ class Change:
     step_us: float | None
     """None where it cannot be predicted."""
     gain: float | None
-    """Share of the replayed step that is saved."""
+    """Share that is saved of the predicted step with the run's own buckets."""
     note: str = ""
 
 
@@ -181,7 +181,7 @@ def explain_run(run: Run, profile: Profile, *, fsdp2: bool = False) -> Explanati
         parts[name] = _round(float(np.median(known))) if known else None
     return Explanation(
         run=run, profile=profile, replay=replayed, parts_us=parts, messages=_message_rows(run, replayed),
-        ranks=_rank_rows(run), changes=tuple(_wrappings(profile) if fsdp2 else _changes(profile, replayed)),
+        ranks=_rank_rows(run), changes=tuple(_wrappings(profile) if fsdp2 else _changes(run, profile)),
     )  # fmt: skip
 
 
@@ -234,11 +234,12 @@ def _rank_rows(run: Run) -> tuple[RankRow, ...]:
     )
 
 
-def _changes(profile: Profile, replayed: Replay | None) -> list[Change]:
+def _changes(run: Run, profile: Profile) -> list[Change]:
     """Predict what else the run could do; nothing of one rank, or without costs of messages."""
     if profile.cluster is None or profile.cluster.ranks == 1:
         return []
     problem = make_problem(profile)
+    own_us = predict(problem, own_schedule(problem, run.steps[0])).iteration_us if run.steps[0].buckets else None
     found = []
     for strategy, what in STRATEGIES.items():
         try:
@@ -246,8 +247,8 @@ def _changes(profile: Profile, replayed: Replay | None) -> list[Change]:
         except InputError as error:
             found.append(Change(strategy=strategy, what=what, step_us=None, gain=None, note=str(error)))
             continue
-        gain = None if replayed is None else 1.0 - step_us / replayed.replayed_us
-        found.append(Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain and round(gain, 5)))
+        gain = None if own_us is None else round(1.0 - step_us / own_us, 5)
+        found.append(Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ Ints = NDArray[np.int64]
 
 KERNEL, MESSAGE, COPY = range(3)
 """What occupies an accelerator: a kernel, a kernel of a communication library, a copy or a memset."""
-GRADIENT, BUCKET_COPY, BACKWARD, FORWARD, CALL = range(5)
-"""What a host operation is: AccumulateGrad, DDP's copies between bucket and gradient, another operation of autograd's
-engine, an operation that autograd records, a call of a collective."""
+GRADIENT, BUCKET_COPY, BACKWARD, FORWARD, CALL, LOADING = range(6)
+"""What a host operation is: AccumulateGrad, DDP's copies from buckets to gradients, an operation of autograd's engine,
+one that autograd records, a call of a collective, a wait for the data loader."""
 
 _CATEGORIES = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Names of older versions."""
-_DEVICE = {"kernel": KERNEL, "gpu_memcpy": COPY, "gpu_memset": COPY}
 _LIBRARY = re.compile(r"nccl|rccl|msccl|oneccl", re.IGNORECASE)
 _LAUNCHES = re.compile(r"launch|memcpy|memset", re.IGNORECASE)
-_ACCUMULATE, _ENGINE = "torch::autograd::AccumulateGrad", "autograd::engine::evaluate_function"
-_BUCKET_COPIES = ("torch.distributed.ddp.reducer::copy_bucket_to_grad", "torch::distributed::reducer::mul_out")
+_OPERATIONS = {
+    "torch::autograd::AccumulateGrad": GRADIENT, "torch.distributed.ddp.reducer::copy_bucket_to_grad": BUCKET_COPY,
+    "record_param_comms": CALL,
+}  # fmt: skip
+_FAMILIES = {"autograd::engine::evaluate_function": BACKWARD, "c10d::": CALL, "enumerate(DataLoader)": LOADING}
+"""Names of operations, and what others begin with."""
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})", re.ASCII)
 _HOST_MESSAGE = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 _MAX_US = 1e15
@@ -79,9 +83,7 @@ class Recording:
     path: str
     header: dict[str, Any] = field(default_factory=dict)
     device: dict[str, array[Any]] = field(
-        default_factory=lambda: _columns(
-            start="d", end="d", kind="b", stream="q", link="q", name="i", bytes="q", of="i"
-        )
+        default_factory=lambda: _columns(start="d", end="d", kind="b", link="q", name="i", bytes="q", of="i")
     )
     """Kernels and copies: `link` is the launch's correlation, `of` the collective."""
     launches: dict[str, array[Any]] = field(default_factory=lambda: _columns(start="d", thread="q", link="q"))
@@ -101,6 +103,10 @@ class Recording:
     """(name, start, end, thread) of annotations that say what a script does."""
     loading: list[tuple[float, float]] = field(default_factory=list)
     """When the script waited for its data loader."""
+    launching: dict[str, bool] = field(default_factory=dict)
+    """Name of a call → whether it launches something."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Name of an operation → what it is."""
     negative: int = 0
     """Events whose duration is below zero."""
     unreadable: int = 0
@@ -124,60 +130,15 @@ def column(of: dict[str, array[Any]], name: str) -> NDArray[Any]:
     return np.frombuffer(of[name], dtype=of[name].typecode) if len(of[name]) else np.empty(0, of[name].typecode)
 
 
+_Act = Callable[[Recording, str, float, float, int, dict[str, Any]], None]
+"""Notes an event: its recording, name, start, end, thread and arguments."""
+
+
 def read_kineto(path: str | Path, progress: Progress | None = None) -> Recording:
     """Read a trace. Raises InputError: the file is damaged, or holds no event of torch.profiler."""
     with EventFile(path, progress) as file:
         found = Recording(path=file.path)
-        works_start, works_end, works_thread, works_inside = found.works.values()
-        on_device, on_host = _DEVICE.get, {"cpu_op": _operation, "user_annotation": _annotation}
-        inside: dict[int, tuple[float, int]] = {}
-        for event in file:
-            if event.get("ph") != "X":
-                continue
-            category = event.get("cat")
-            if not isinstance(category, str):
-                continue
-            category = _CATEGORIES.get(small := category.lower(), small)
-            kind, act = on_device(category), on_host.get(category)
-            runtime = kind is None and act is None and category.endswith(("_runtime", "_driver"))
-            if kind is None and act is None and not runtime:
-                continue
-            try:
-                start, duration, name = float(event["ts"]), float(event.get("dur", 0.0)), event["name"]
-            except (KeyError, TypeError, ValueError, OverflowError):
-                found.unreadable += 1
-                continue
-            if not (math.isfinite(start) and math.isfinite(duration) and isinstance(name, str)):
-                found.unreadable += 1
-                continue
-            if start > _NANOSECONDS:
-                start, duration = start / 1e3, duration / 1e3
-            if duration < 0.0 or duration > _MAX_US:
-                found.negative += 1
-                continue
-            arguments = event.get("args")
-            arguments = arguments if isinstance(arguments, dict) else {}
-            if kind is not None:
-                _occupation(found, kind, name, start, duration, arguments)
-            elif runtime:
-                if _LAUNCHES.search(name):
-                    found.launches["start"].append(start)
-                    found.launches["thread"].append(_thread(event))
-                    found.launches["link"].append(_integer(arguments.get("correlation")))
-            else:
-                thread = _thread(event)
-                if category == "cpu_op":
-                    reach, work = inside.get(thread, (-math.inf, 0))
-                    if start >= reach:
-                        inside[thread] = start + duration, len(works_start)
-                        works_start.append(start)
-                        works_end.append(start + duration)
-                        works_thread.append(thread)
-                        works_inside.append(0)
-                    else:
-                        works_inside[work] += 1
-                assert act is not None
-                act(found, name, start, start + duration, thread, arguments)
+        _read(found, file)
         found.header = file.header
     if not (found.host["start"] or found.works["start"] or found.device["start"] or found.steps):
         raise InputError(
@@ -187,55 +148,127 @@ def read_kineto(path: str | Path, progress: Progress | None = None) -> Recording
     return found
 
 
-def _occupation(
-    found: Recording, kind: int, name: str, start: float, duration: float, arguments: dict[str, Any]
+def _read(found: Recording, events: Iterable[dict[str, Any]]) -> None:
+    """Note all events of a file. This runs for each of millions."""
+    acts: dict[Any, _Act | None] = {}
+    inside: dict[int, tuple[float, int]] = {}
+    works_start, works_end, works_thread, works_inside = found.works.values()
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        try:
+            act = acts[event.get("cat")]
+        except KeyError:
+            act = acts[event.get("cat")] = _act_of(event["cat"])
+        except TypeError:
+            continue
+        if act is None:
+            continue
+        try:
+            start, duration, name = float(event["ts"]), float(event.get("dur", 0.0)), event["name"]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            found.unreadable += 1
+            continue
+        if start > _NANOSECONDS:
+            start, duration = start / 1e3, duration / 1e3
+        if not (0.0 <= duration <= _MAX_US and 0.0 <= start <= _NANOSECONDS and isinstance(name, str)):
+            found.negative += duration < 0.0 or duration > _MAX_US
+            found.unreadable += not (duration < 0.0 or duration > _MAX_US)
+            continue
+        arguments, thread = event.get("args"), event.get("tid")
+        if not isinstance(arguments, dict):
+            arguments = {}
+        if not isinstance(thread, int) or abs(thread) >= 2**62:
+            thread = _integer(thread)
+        if act is _operation:
+            reach, work = inside.get(thread, (-math.inf, 0))
+            if start >= reach:
+                inside[thread] = start + duration, len(works_start)
+                works_start.append(start)
+                works_end.append(start + duration)
+                works_thread.append(thread)
+                works_inside.append(0)
+            else:
+                works_inside[work] += 1
+        act(found, name, start, start + duration, thread, arguments)
+
+
+def _act_of(category: Any) -> _Act | None:
+    """Return what notes the events of a category; None for those that steps are not made of."""
+    if not isinstance(category, str):
+        return None
+    small = category.lower()
+    small = _CATEGORIES.get(small, small)
+    if small.endswith(("_runtime", "_driver")):
+        return _launch
+    known: dict[str, _Act] = {
+        "cpu_op": _operation, "user_annotation": _annotation, "kernel": _kernel, "gpu_memcpy": _copy,
+        "gpu_memset": _copy,
+    }  # fmt: skip
+    return known.get(small)
+
+
+def _launch(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
+    """Note a call that may launch a kernel or a copy."""
+    columns = found.launches
+    launches = found.launching.get(name)
+    if launches is None:
+        launches = found.launching[name] = _LAUNCHES.search(name) is not None
+    if launches:
+        columns["start"].append(start)
+        columns["thread"].append(thread)
+        columns["link"].append(_integer(arguments.get("correlation")))
+
+
+def _kernel(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
+    """Note a kernel; those of communication libraries are messages."""
+    if _LIBRARY.search(name) is None:
+        _occupy(found, KERNEL, (name, str(arguments.get("grid", ""))), start, end, arguments, -1)
+    else:
+        what = _collective(arguments)
+        _occupy(found, MESSAGE, name, start, end, arguments, -1 if what is None else found.number(what))
+
+
+def _copy(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
+    """Note a copy or a memset."""
+    _occupy(found, COPY, name, start, end, arguments, -1)
+
+
+def _occupy(
+    found: Recording, kind: int, name: Any, start: float, end: float, arguments: dict[str, Any], of: int
 ) -> None:
     """Note what occupies an accelerator."""
-    of = -1
-    if kind == KERNEL and _LIBRARY.search(name):
-        kind = MESSAGE
-        collective = _collective(arguments)
-        of = -1 if collective is None else found.number(collective)
     columns = found.device
     columns["start"].append(start)
-    columns["end"].append(start + duration)
+    columns["end"].append(end)
     columns["kind"].append(kind)
-    columns["stream"].append(_integer(arguments.get("stream")))
     columns["link"].append(_integer(arguments.get("correlation")))
-    columns["name"].append(found.number(name if kind != KERNEL else (name, str(arguments.get("grid", "")))))
+    columns["name"].append(found.number(name))
     columns["bytes"].append(_integer(arguments.get("bytes")))
     columns["of"].append(of)
 
 
 def _operation(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
     """Note an operation of a host, where steps are made of such ones."""
-    numel, of = -1, -1
-    if name == _ACCUMULATE or name in _BUCKET_COPIES:
-        kind = GRADIENT if name == _ACCUMULATE else BUCKET_COPY
-        numel = _numel(arguments.get("Input Dims"))
-        dtypes = arguments.get("Input type")
-        if isinstance(dtypes, list) and dtypes and isinstance(dtypes[0], str):
-            of = found.number(dtypes[0])
-        if name == _BUCKET_COPIES[1]:
+    kind = found.kinds.get(name)
+    if kind is None:
+        kind = found.kinds[name] = _kind_of(name)
+    numel = of = -1
+    if kind == FORWARD:
+        if "Sequence number" not in arguments or arguments.get("Fwd thread id") != 0:
             return
-    elif name.startswith(_ENGINE):
-        kind = BACKWARD
-    elif name == "record_param_comms" or name.startswith("c10d::"):
-        kind, collective = CALL, _collective(arguments)
+    elif kind in (GRADIENT, BUCKET_COPY):
+        numel, dtype = _numel(arguments.get("Input Dims")), _input_dtype(arguments)
+        of = -1 if dtype is None else found.number(dtype)
+    elif kind == CALL:
+        collective = _collective(arguments)
         if collective is None:
             if name == "record_param_comms":
                 return
-            types = arguments.get("Input type")
-            dtype = types[0] if isinstance(types, list) and types and isinstance(types[0], str) else None
-            count = _numel(arguments.get("Input Dims"))
-            collective = Collective(_spelled(name[6:]), None if count < 0 else count, None, dtype)
+            collective = _by_input(name[6:], arguments)
         of = found.number(collective)
-    elif name.startswith("enumerate(DataLoader)"):
+    elif kind == LOADING:
         found.loading.append((start, end))
-        return
-    elif "Sequence number" in arguments and "Fwd thread id" in arguments and not arguments["Fwd thread id"]:
-        kind = FORWARD
-    else:
         return
     columns = found.host
     columns["start"].append(start)
@@ -246,19 +279,33 @@ def _operation(found: Recording, name: str, start: float, end: float, thread: in
     columns["of"].append(of)
 
 
+def _kind_of(name: str) -> int:
+    """Return what an operation of this name is; one that autograd may record, where steps are made of no such one."""
+    if name in _OPERATIONS:
+        return _OPERATIONS[name]
+    return next((kind for start, kind in _FAMILIES.items() if name.startswith(start)), FORWARD)
+
+
+def _input_dtype(arguments: dict[str, Any]) -> str | None:
+    """Return the dtype of the first recorded input."""
+    types = arguments.get("Input type")
+    return types[0] if isinstance(types, list) and types and isinstance(types[0], str) else None
+
+
+def _by_input(name: str, arguments: dict[str, Any]) -> Collective:
+    """Return a collective without metadata, as its recorded inputs tell."""
+    numel = _numel(arguments.get("Input Dims"))
+    return Collective(_spelled(name), None if numel < 0 else numel, None, _input_dtype(arguments))
+
+
 def _annotation(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
     """Note what a script, torch or a communication library says it does."""
     if (step := _STEP.fullmatch(name)) is not None:
         found.steps[int(step[1])] = (start, end)
     elif (message := _HOST_MESSAGE.match(name)) is not None:
-        types = arguments.get("Input type")
-        dtype = types[0] if isinstance(types, list) and types and isinstance(types[0], str) else None
-        numel = _numel(arguments.get("Input Dims"))
         found.host_messages["start"].append(start)
         found.host_messages["end"].append(end)
-        found.host_messages["of"].append(
-            found.number(Collective(_spelled(message[1]), None if numel < 0 else numel, None, dtype))
-        )
+        found.host_messages["of"].append(found.number(_by_input(message[1], arguments)))
     elif name.startswith("enumerate(DataLoader)"):
         found.loading.append((start, end))
     elif name.startswith(("Optimizer.step#", "DistributedDataParallel.forward", "FSDP::", "nccl:")):
@@ -299,13 +346,11 @@ def _count(value: Any) -> int | None:
 
 def _integer(value: Any) -> int:
     """Return a number of the file, −1 where it is none that arrays hold."""
+    if value is None:
+        return -1
     if isinstance(value, str) and value.isascii() and value.isdecimal():
         value = int(value[:19])
     return value if isinstance(value, int) and -(2**62) < value < 2**62 else -1
-
-
-def _thread(event: dict[str, Any]) -> int:
-    return _integer(event.get("tid"))
 
 
 def _numel(dims: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from planner.model.problem import Problem, make_problem
 from planner.traces.events import Run, Step
 from planner.traces.to_profile import cuts_of, profile_of
 
+MOST_STEPS = 8
+"""Steps of a long trace that are left out, one after the other."""
+MOST_STEPS = 8
+"""The most steps that are left out, one after the other."""
 OFF = 0.03
 """A replay further off than this is said before any advice."""
 
@@ -56,15 +61,15 @@ def own_schedule(problem: Problem, step: Step) -> Schedule:
 
 
 def replay(run: Run, profile: Profile) -> Replay | None:
-    """Replay the run's own buckets; None where it sent none, or the cluster has no costs."""
+    """Replay the run's own buckets as they were traced; None where it sent none, or the cluster has no costs."""
     if profile.cluster is None or not run.steps[0].buckets:
         return None
-    problem = make_problem(profile)
-    step = run.steps[0]
+    numel = tuple(gradient.numel for gradient in profile.compute.gradients)
+    sized = replace(run, steps=[replace(step, numel=numel) for step in run.steps])
+    step, problem = sized.steps[0], make_problem(profile_of(sized, name=profile.model.name))
     prediction = predict(problem, own_schedule(problem, step), timeline=True)
     ends = {task.bucket: task.end_us for task in prediction.timeline or () if task.bucket is not None}
-    cuts = cuts_of(step, problem.size_bytes)
-    rows = []
+    cuts, rows = cuts_of(step, problem.size_bytes), []
     for index, (start, stop) in enumerate(zip([0, *cuts], cuts, strict=False)):
         messages = [[message for message in one.buckets if start < message.gradients <= stop] for one in run.steps]
         traced = [max(message.end_us for message in found) for found in messages if found]
@@ -75,17 +80,15 @@ def replay(run: Run, profile: Profile) -> Replay | None:
                 end_us=float(np.median(traced)) if traced else 0.0, replayed_end_us=ends[index],
             )
         )  # fmt: skip
+    some = list(sized.steps[:: -(-len(sized.steps) // MOST_STEPS)])
     return Replay(
         traced_us=float(np.median([one.span_us for one in run.steps])), replayed_us=prediction.iteration_us,
-        buckets=tuple(rows), errors=tuple(_without(run, profile, index) for index in range(len(run.steps)))
-        if len(run.steps) > 1 else (),
+        buckets=tuple(rows), errors=tuple(_without(sized, some, step) for step in some) if len(some) > 1 else (),
     )  # fmt: skip
 
 
-def _without(run: Run, profile: Profile, index: int) -> float:
+def _without(run: Run, steps: Sequence[Step], step: Step) -> float:
     """Return the error of one step, whose own compute meets the messages' costs of all other steps."""
-    step = run.steps[index]
-    others = [one for at, one in enumerate(run.steps) if at != index]
-    own = profile_of(run, name=profile.model.name, steps=[step])
-    problem = make_problem(own, profile_of(run, name=profile.model.name, steps=others).cluster)
+    others = profile_of(run, name="others", steps=[other for other in steps if other is not step])
+    problem = make_problem(profile_of(run, name="own", steps=[step]), others.cluster)
     return predict(problem, own_schedule(problem, step)).iteration_us / step.span_us - 1.0

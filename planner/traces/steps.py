@@ -232,8 +232,8 @@ def read_steps(recording: Recording) -> Run:
     between = {message.collective for step in steps for message in step.others} & _POINT_TO_POINT
     if between and not any(step.buckets for step in steps):
         raise InputError(
-            f"{path}: found {', '.join(sorted(between))} and no exchange of gradients, expected data-parallel "
-            f"gradients: one rank of a pipeline cannot be planned by itself; name a trace of a job with data-parallel ranks"
+            f"{path}: found {', '.join(sorted(between))} and no exchange of gradients, expected data-parallel ranks: "
+            f"one rank of a pipeline cannot be planned by itself; name a trace of a job that has them"
         )
     count = Counter(len(step.ready_us) for step in steps).most_common(1)[0][0]
     whole = [step for step in steps if len(step.ready_us) == count]
