@@ -82,6 +82,8 @@ class Step:
     """How long the script waited for its data loader."""
     micro_batches: int = 1
     """Backwards of one optimizer step, of which the last one synchronizes."""
+    copied_us: tuple[float, ...] | None = None
+    """What DDP's copy of each gradient out of its bucket takes on the host; None where these are not recorded."""
     overhead: tuple[Floats, Floats] | None = None
     """On hosts, moments, and how many operations the profiler has recorded before each of them."""
 

@@ -389,6 +389,7 @@ def _backward(columns: Columns, number: int, begin: float, end: float, last: boo
         compute=compute, kernels=columns.grid_of(columns.name[kernels][order]), begin_us=zero,
         span_us=float(max([compute[:, 1].max(), *(message.end_us for message in buckets)])),
         overhead=overhead,
+        copied_us=_copied_us(columns, begin, end, len(ready)),
     )  # fmt: skip
 
 
@@ -443,6 +444,12 @@ def _dtypes(columns: Columns, gradients: _Host, buckets: tuple[Message, ...]) ->
         of: DTYPES.get(str(columns.names[of]).lower(), sent) if of >= 0 else sent for of in np.unique(gradients.of)
     }
     return tuple(known[of] for of in gradients.of)
+
+
+def _copied_us(columns: Columns, begin: float, end: float, count: int) -> tuple[float, ...] | None:
+    """Return the duration of DDP's copies on hosts, one for each gradient in order."""
+    copies = columns.host(BUCKET_COPY).within(begin, end)
+    return None if columns.on_device or len(copies.start) != count else tuple((copies.end - copies.start).tolist())
 
 
 def _numel(

@@ -30,9 +30,13 @@ from runtime.plan.names import layer_of
 
 ALONE, BESIDE, WHOLLY = 0.2, 0.8, 0.99
 """Share of a message beside compute up to which it counts as alone, and from which as overlapped."""
+LEAST_COMPARED = 0.1
+"""Share of what is overlapped that has to have run alone, too."""
 SHOWS = 1.03
 """A slow-down below is noise."""
 SAME_SIZE = 0.02
+COPIED_BYTES_PER_US = 4000.0
+"""Assumed of a host, where only the time of copies tells the sizes of gradients."""
 MOST_OVERHEAD_US = 50.0
 """The most that the profiler may add to one operation of a host."""
 _KEYS = {"all_reduce": "all_reduce", "all_gather": LIBRARY_GATHER, "reduce_scatter": LIBRARY_SCATTER}
@@ -62,6 +66,11 @@ def measured_sizes(run: Run) -> tuple[tuple[int, ...], str | None]:
             parts = np.diff(np.linspace(0, whole, stop - start + 1).round().astype(np.int64))
             sizes += parts.tolist()
         return tuple(sizes), "each bucket's elements were shared out evenly over its gradients"
+    copied = [one.copied_us for one in run.steps if one.copied_us is not None]
+    if copied:
+        copied_us = np.median(copied, axis=0)
+        estimated = (COPIED_BYTES_PER_US * (copied_us - copied_us.min())) / DTYPE_BYTES[step.dtypes[0]]
+        return tuple(max(1, int(numel)) for numel in estimated), "estimated from the time of DDP's copies, roughly"
     raise InputError(
         f"{run.paths[0]}: found no sizes of gradients: neither shapes nor the sizes of messages were recorded; name "
         f"the model with --job, or record with record_shapes=True"
@@ -141,6 +150,7 @@ def profile_of(
             match_parameters(run, sizes, parameters) if parameters is not None
             else [Parameter(f"gradient_{index}", numel) for index, numel in enumerate(sizes)]
         )  # fmt: skip
+    chosen = [_with_sizes(step, sizes) for step in chosen]
     cluster, said = cluster_of(run, chosen)
     notes += said
     factor = cluster.contention.compute if cluster is not None and cluster.contention is not None else 1.0
@@ -175,6 +185,19 @@ def profile_of(
         source=f"read from {pluralize(len(run.paths), 'trace')} of torch.profiler",
         notes=tuple(notes) or None,
     )  # fmt: skip
+
+
+def _with_sizes(step: Step, sizes: Sequence[int]) -> Step:
+    """Return the step with the bytes of messages that do not tell them, from those of their gradients."""
+    cuts = cuts_of(step, None)
+    if len(cuts) != len(step.buckets) or all(message.size_bytes for message in step.buckets):
+        return step
+    size_bytes = [numel * DTYPE_BYTES[dtype] for numel, dtype in zip(sizes, step.dtypes, strict=True)]
+    buckets = [
+        replace(message, size_bytes=message.size_bytes or sum(size_bytes[start:stop]))
+        for message, start, stop in zip(step.buckets, [0, *cuts], cuts, strict=False)
+    ]
+    return replace(step, buckets=tuple(buckets))
 
 
 def _optimizer(run: Run) -> OptimizerProfile | None:
@@ -401,18 +424,20 @@ def _covered(spans: Floats) -> tuple[Floats, Floats]:
 
 
 def _ratio(rows: Floats) -> float:
-    """Return how many times as long what is overlapped takes, weighed by its time; 1 where nothing shows it.
+    """Return how many times as long what is overlapped takes in all; 1 where too little of it also ran alone.
 
     `rows` are keys, shares of overlap and durations. Shape (3, samples).
     """
-    weight = total = 0.0
+    overlapped = float(rows[2, rows[1] >= 0.5].sum())
+    compared = alone_us = beside_us = 0.0
     for key in np.unique(rows[0]):
         shares, durations = rows[1:, rows[0] == key]
         alone, beside = durations[shares < 0.5], durations[shares >= 0.5]
-        if len(alone) and len(beside) and np.median(alone) > 0.0:
-            weight += float(beside.sum())
-            total += float(beside.sum() * np.median(beside) / np.median(alone))
-    return total / weight if weight else 1.0
+        if len(alone) and len(beside):
+            compared += float(beside.sum())
+            alone_us += float(len(beside) * np.median(alone))
+            beside_us += float(len(beside) * np.median(beside))
+    return beside_us / alone_us if alone_us > 0.0 and compared > LEAST_COMPARED * overlapped else 1.0
 
 
 def model_name(path: str) -> str:
