@@ -27,7 +27,7 @@ from planner.comparison.variants import PLAN
 from planner.fsdp2.decide import MARGIN, plan_for
 from planner.fsdp2.inputs import PER_BLOCK
 from planner.fsdp2.search import Wrappings, least_memory
-from planner.rehearse.asked import AskedWrappings, make_asked_wrappings
+from planner.rehearse.asked import AskedWrappings, ask_wrappings, find_target
 from planner.rehearse.rehearsal import rehearse
 
 DOCUMENT, RESULTS = Path("docs/results/fsdp2.md"), Path("benchmarks/results/fsdp2.jsonl")
@@ -62,10 +62,7 @@ class Cell:
             file.write_text(json.dumps(document), encoding="utf-8")
 
             def asked(max_memory_mib: float | None) -> AskedWrappings:
-                return make_asked_wrappings(
-                    self.model, str(file), None, max_memory_mib=max_memory_mib, minutes=minutes, dilate=None,
-                    shrink=None,
-                )  # fmt: skip
+                return ask_wrappings(find_target(self.model, str(file), None, minutes), max_memory_mib)
 
             free = asked(None)
             setting = free.setting(free.cluster)

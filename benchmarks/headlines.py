@@ -20,12 +20,13 @@ from typing import Any
 from benchmarks.marked import write_part
 from benchmarks.published import commlib, infocom19, omgs, ssd
 from benchmarks.published.common import model, table
-from benchmarks.rehearsal import asked_on
+from benchmarks.rehearsal import target_on
 from benchmarks.resumable import kept
 from benchmarks.traces import with_step
 from planner.comparison.variants import DDP
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Link, Profile
+from planner.rehearse.asked import ask_plan
 from planner.rehearse.rehearsal import rehearse
 
 DOCUMENT, RESULTS = Path("docs/results/headlines.md"), Path("benchmarks/results/headlines.jsonl")
@@ -152,10 +153,9 @@ def measure(headline: Headline) -> dict[str, Any]:
     if headline.intra is not None:
         cluster["intra"] = dict(headline.intra)
     ways = [way for way in (headline.reference, *headline.ratios) if way != DDP]
-    asked = asked_on(
-        cluster, headline.catalog, strategies=ways, accuracy=headline.accuracy, allow=(), minutes=MINUTES, dilate=None,
-        shrink=None, compress=None if headline.accuracy == "exact" else "all",
-    )  # fmt: skip
+    target = target_on(cluster, headline.catalog, minutes=MINUTES)
+    compress = None if headline.accuracy == "exact" else "all"
+    asked = ask_plan(target, strategies=ways, accuracy=headline.accuracy, compress=compress)
     return rehearse(replace(asked, profile=headline.profile()), show_progress=True).to_document()
 
 

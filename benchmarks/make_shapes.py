@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.documents.shapes import ACTIVATION_BYTES, ModelShape, Weight, decoder, transformer_weights
+from planner.documents.shapes import ACTIVATION_BYTES, Decoder, ModelShape, Weight, decoder, transformer_weights
 
 LLM_FOUNDRY = (
     "github.com/mosaicml/llm-foundry, commit 8c8dd48, scripts/train/benchmarking/README.md, Apache-2.0: MFU of MPT "
@@ -201,21 +201,24 @@ def shapes() -> Iterator[ModelShape]:
     """All of them."""
     llama_sizes = "sizes: {} (Grattafiori et al. 2024); shares of peak: {}"
     yield decoder(
-        "llama-1b", layers=16, width=2048, hidden=8192, heads=32, key_heads=8, vocabulary=LLAMA_VOCABULARY,
-        parameters=1_235_814_400, tied=True, tokens=2048, batch=8,
-        efficiency={"a100": 0.562, "h100": 0.418, "h200": 0.418},
+        "llama-1b",
+        Decoder(layers=16, width=2048, hidden=8192, heads=32, key_heads=8, vocabulary=LLAMA_VOCABULARY, tied=True,
+                tokens=2048, batch=8),
+        parameters=1_235_814_400, efficiency={"a100": 0.562, "h100": 0.418, "h200": 0.418},
         source=llama_sizes.format("Llama 3.2 1B", f"{LLM_FOUNDRY}, 1b"),
     )  # fmt: skip
     yield decoder(
-        "llama-8b", layers=32, width=4096, hidden=14336, heads=32, key_heads=8, vocabulary=LLAMA_VOCABULARY,
-        parameters=8_030_261_248, tied=False, tokens=2048, batch=2,
-        efficiency={"a100": 0.642, "h100": 0.464, "h200": 0.464},
+        "llama-8b",
+        Decoder(layers=32, width=4096, hidden=14336, heads=32, key_heads=8, vocabulary=LLAMA_VOCABULARY, tokens=2048,
+                batch=2),
+        parameters=8_030_261_248, efficiency={"a100": 0.642, "h100": 0.464, "h200": 0.464},
         source=llama_sizes.format("Llama 3.1 8B", f"{LLM_FOUNDRY}, 7b"),
     )  # fmt: skip
     yield decoder(
-        "llama-70b", layers=80, width=8192, hidden=28672, heads=64, key_heads=8, vocabulary=LLAMA_VOCABULARY,
-        parameters=70_553_706_496, tied=False, tokens=2048, batch=1,
-        efficiency={"a100": 0.69, "h100": 0.578, "h200": 0.578},
+        "llama-70b",
+        Decoder(layers=80, width=8192, hidden=28672, heads=64, key_heads=8, vocabulary=LLAMA_VOCABULARY, tokens=2048,
+                batch=1),
+        parameters=70_553_706_496, efficiency={"a100": 0.69, "h100": 0.578, "h200": 0.578},
         source=llama_sizes.format("Llama 3.1 70B", f"{LLM_FOUNDRY}: HFU, for blocks are computed twice"),
     )  # fmt: skip
     yield olmoe()

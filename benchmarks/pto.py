@@ -33,9 +33,10 @@ from planner.jobs.launch import LocalWorld, run_ranks
 from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem, make_problem
 from planner.passes.shard_updates import ShardUpdates
-from planner.profile.links import measure_links
+from planner.profile.bench import Bench
+from planner.profile.compute import Training
+from planner.profile.links import Limits, measure_links
 from planner.profile.norms import measure_norms
-from planner.profile.progress import Progress
 from planner.profile.request import CURVE_S
 from planner.search.partition import partition_of
 from runtime.comm.world import World
@@ -172,9 +173,10 @@ def _problem(
         for name, parameter in parameters.items()
     )
     compute = ComputeProfile(forward_us=0.0, update_us=0.0, gradients=gradients)
-    norms = measure_norms(parameters, optimizer, compute, world, device, Progress())
+    model, bench = nn.ParameterDict(parameters), Bench(world, device)
+    norms = measure_norms(Training(model, lambda _: None, optimizer), bench, compute)
     names = ("all_reduce", "reduce_scatter", "all_gather")
-    links = measure_links(world, device, LINK_BYTES, Progress(), names, CURVE_S)
+    links = measure_links(bench, LINK_BYTES, names, Limits(CURVE_S))
     profile = Profile(
         model=ModelReference(name="norms"),
         world=ProfileWorld(ranks=world.ranks),

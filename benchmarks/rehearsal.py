@@ -25,7 +25,7 @@ from benchmarks.figures import Figures
 from benchmarks.marked import write_part
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
-from planner.rehearse.asked import AskedPlan, make_asked
+from planner.rehearse.asked import Target, ask_plan, find_target
 from planner.rehearse.rehearsal import rehearse
 from runtime.plan.interfaces import LATE_GATHER
 
@@ -124,19 +124,19 @@ def main() -> int:
 
 def measure(cell: Cell, minutes: float, dilate: float | None = None, shrink: float | None = None) -> dict[str, Any]:
     """Rehearse one cell; return what `planner rehearse --json` prints."""
-    asked = asked_on(
-        cell.cluster(), cell.model, strategies=cell.strategies.split(","), accuracy=cell.accuracy, allow=cell.allow,
-        minutes=minutes, dilate=dilate, shrink=shrink, compress=cell.compress,
-    )  # fmt: skip
+    target = target_on(cell.cluster(), cell.model, minutes=minutes, dilate=dilate, shrink=shrink)
+    asked = ask_plan(
+        target, strategies=cell.strategies.split(","), accuracy=cell.accuracy, allow=cell.allow, compress=cell.compress
+    )
     return rehearse(asked, show_progress=True).to_document()
 
 
-def asked_on(cluster: Mapping[str, Any], model: str, **options: Any) -> AskedPlan:
-    """Return a rehearsal on machines of which a cluster.json says this; `options` as with `make_asked`."""
+def target_on(cluster: Mapping[str, Any], model: str, **options: Any) -> Target:
+    """Return a model on machines that a cluster.json describes so; `options` as with `find_target`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.json"
         file.write_text(json.dumps({"schema": "planner.cluster/1"} | dict(cluster)), encoding="utf-8")
-        return make_asked(model, str(file), None, **options)
+        return find_target(model, str(file), None, **options)
 
 
 def _scales() -> int:

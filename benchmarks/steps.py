@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, VariantRunner
+from planner.comparison.measure import WARM_UP_STEPS, Measured, VariantRunner
 from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import NO_COMMUNICATION, BucketVariant
+from planner.comparison.variants import NO_COMMUNICATION, BucketVariant, Rounds
 from planner.documents.profile import Profile
 from planner.emit.lower import lower, predict
 from planner.ir import Schedule
 from planner.jobs.on_rank import profile_rank
 from planner.jobs.training import build
 from planner.model.problem import Problem, make_problem
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench
 from planner.profile.request import Request
 from planner.profile.step import TIMEOUT_S
 from runtime.comm.world import World
@@ -56,9 +56,10 @@ def measure_rank(
     built = build(job, device)
     world = World.join(None, TIMEOUT_S)
     try:
-        runner = VariantRunner(TrainedJob(built), world, None, 1 if long else WARM_UP_STEPS)
+        bench = Bench(world, built.device)
+        runner = VariantRunner(TrainedJob(built), bench, None, 1 if long else WARM_UP_STEPS)
         runner.warm_up(bare)
-        measured = runner.measure([Record(one) for one in variants], rounds, 1 if long else steps, Progress())
+        measured = runner.measure(variants, Rounds(count=rounds, steps=1 if long else steps))
     finally:
         world.leave()
     return RankSteps(profile, measured)

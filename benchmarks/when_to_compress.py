@@ -23,14 +23,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.marked import write_part
-from planner.decide.bounded import sent_share
+from planner.decide.lossy import sent_share
 from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
-from planner.ir import Schedule
+from planner.ir import GAIN, Schedule
 from planner.model.modes import step_us
 from planner.model.problem import Problem, make_problem
-from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 

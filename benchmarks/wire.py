@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from runtime.plan import CompressorSpec
-from runtime.sparse.compressors.wire import WIRE_DTYPES, make_wire
+from runtime.sparse.compressors.wire import WIRE_DTYPES, StepResidual, make_wire
 
 SIZES = (65_536, 1_000_000, 25_000_000)
 LIMIT_NS = 4.0
@@ -39,10 +39,11 @@ def contestants(elements: int) -> dict[str, tuple[Callable[[], object], int]]:
         compressor = make_wire(spec, ROWS)
         cut = compressor.cut(elements, 1, torch.float32)
         rows, total = torch.zeros(ROWS, cut.row_bytes, dtype=torch.uint8), torch.empty(elements)
+        kept = StepResidual(residual, rest)
         for row in range(ROWS):
-            compressor.compress(gradient, residual, rest, rows[row : row + 1], cut, 0)
+            compressor.compress(gradient, kept, rows[row : row + 1], cut, 0)
 
-        encode = partial(compressor.compress, gradient, residual, rest, rows[:1], cut, 1)
+        encode = partial(compressor.compress, gradient, kept, rows[:1], cut, 1)
         found[f"{name}: encode"] = (encode, elements)
         found[f"{name}: decode and sum"] = (partial(compressor.add_up, rows, total, cut), elements * ROWS)
     return found

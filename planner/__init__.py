@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import runtime
+
 
 def _check_not_shadowed() -> None:
     """Refuse another `runtime` in the place of ours: `runtime` is a name that scripts give to files of their own.
@@ -13,8 +15,6 @@ def _check_not_shadowed() -> None:
     Raises:
         ImportError: names the file that hides the package.
     """
-    import runtime
-
     ours = Path(__file__).resolve().parents[1] / "runtime"
     found = runtime.__file__ or next(iter(runtime.__path__))
     if Path(found).resolve().parent != ours:
@@ -65,40 +65,27 @@ __all__ = [
     "simulate",
 ]  # fmt: skip
 
-_WHERE = {
-    "CacheStats": "runtime.datacache",
-    "CachedDataset": "runtime.datacache",
-    "CachedSampler": "runtime.datacache",
-    "Cluster": "planner.documents.profile",
-    "Comparison": "planner.comparison.report",
-    "LAMB": "runtime.optimizers",
-    "LARS": "runtime.optimizers",
-    "LocalJob": "runtime.local_async",
-    "LocalReport": "runtime.local_async",
-    "LocalRun": "runtime.local_async",
-    "PartSampler": "runtime.local_async",
-    "Plan": "runtime.plan",
-    "Profile": "planner.documents.profile",
-    "RawDataset": "runtime.datacache",
-    "Report": "runtime.session.report",
-    "Session": "runtime.session.session",
-    "Simulation": "planner.decide.simulate",
-    "TrainingJob": "planner.jobs.job",
-    "attach": "planner.online.attach",
-    "compare": "planner.comparison.script",
-    "fully_shard": "runtime.fully_sharded.wrap",
-    "load_cluster": "planner.documents.profile",
-    "load_plan": "runtime.plan",
-    "load_profile": "planner.documents.profile",
-    "optimize": "planner.decide.optimize",
-    "parallel_tensor_op": "runtime.optimizers.pto",
-    "parse_plan": "runtime.plan",
-    "profile_step": "planner.profile.step",
-    "replan": "planner.jobs.replanning",
-    "run_local_async": "runtime.local_async",
-    "simulate": "planner.decide.simulate",
+_NAMES = {
+    "planner.comparison.report": ("Comparison",),
+    "planner.comparison.script": ("compare",),
+    "planner.decide.optimize": ("optimize",),
+    "planner.decide.simulate": ("Simulation", "simulate"),
+    "planner.documents.profile": ("Cluster", "Profile", "load_cluster", "load_profile"),
+    "planner.jobs.job": ("TrainingJob",),
+    "planner.jobs.replanning": ("replan",),
+    "planner.online.attach": ("attach",),
+    "planner.profile.step": ("profile_step",),
+    "runtime.datacache": ("CacheStats", "CachedDataset", "CachedSampler", "RawDataset"),
+    "runtime.fully_sharded.wrap": ("fully_shard",),
+    "runtime.local_async": ("LocalJob", "LocalReport", "LocalRun", "PartSampler", "run_local_async"),
+    "runtime.optimizers": ("LAMB", "LARS"),
+    "runtime.optimizers.pto": ("parallel_tensor_op",),
+    "runtime.plan": ("Plan", "load_plan", "parse_plan"),
+    "runtime.session.report": ("Report",),
+    "runtime.session.session": ("Session",),
 }
-"""What is imported when it is asked for: deciding needs no torch, training no planning."""
+"""Module → names that are imported from it when they are asked for: deciding needs no torch, training no planning."""
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The schedule: which gradients are sent together, in which order, and how. `str` gives each record as text."""
+"""The schedule: buckets of gradients, their order and how they are sent. `str` gives each record as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.plan.transports import LIBRARY, Transport
 
 
 class Codec:
-    """How the elements of a bucket are encoded, as a frozen value; `str` gives its part of a bucket's text.
+    """The encoding of a bucket's elements, as a frozen value; `str` gives its part of a bucket's text.
 
     The codecs, and what the planner asks of each, are in `planner.model.codecs`.
     """
@@ -32,7 +32,7 @@ class Codec:
 
     @property
     def by_layer(self) -> bool:
-        """Whether it selects a number of elements from each layer."""
+        """Return whether it selects a number of elements from each layer."""
         return False
 
 
@@ -65,12 +65,12 @@ class Bucket:
 
     @property
     def whole(self) -> bool:
-        """Whether what arrives is the average as it is: no element is left out or rounded."""
+        """Return whether the plain average arrives: no element is left out or rounded."""
         return self.codec.exact
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features that a mode may not go with (`runtime.plan.combinations`); none of a dense all-reduce."""
+        """Return the features that a mode may not go with (`runtime.plan.combinations`); none of a dense all-reduce."""
         features = combinations.features_of_bucket(self.transport, self.codec.name, by_layer=self.codec.by_layer)
         return tuple(features)
 
@@ -83,17 +83,17 @@ ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
 
 class Mode:
-    """How ranks synchronize, as a frozen value; `str` gives its line in the text form of a schedule, empty for none.
+    """A way to synchronize ranks, as a frozen value; `str` gives its line in the text form of a schedule, if any.
 
     The modes, and what the planner asks of each, are in `planner.model.modes`.
     """
 
     name: ClassVar[str]
-    """As in `runtime.plan.combinations`."""
+    """The name in `runtime.plan.combinations`."""
     accuracy: ClassVar[Accuracy] = "exact"
     """The class of its schedules, unless their buckets are of a riskier one."""
     shares_update: ClassVar[bool] = False
-    """Whether it is a way to share the update among ranks, on which gradients' passes do not decide."""
+    """Whether it shards the update, on which passes about gradients do not decide."""
 
     @classmethod
     def parse(cls, line: str) -> Mode | None:
@@ -101,7 +101,7 @@ class Mode:
         return None
 
     def fitted(self, buckets: int) -> Mode:
-        """Return the same for a schedule of so many buckets, where it speaks of buckets."""
+        """Return the mode for a schedule of another number of buckets, if it depends on that."""
         return self
 
 
@@ -126,25 +126,25 @@ class Schedule:
     buckets: tuple[Bucket, ...]
     mode: Mode = Synchronous()
     norms: tuple[int, ...] | None = None
-    """By layer of `Problem.norm_layers`, the rank that computes its norms for all; None: every rank does. Not a part of
-    the mode: which norms there are is the optimizer's affair, not one of how gradients are exchanged.
+    """The rank that computes the norms of each layer of `Problem.norm_layers`; None: every rank computes all. Not a
+    part of the mode, as norms depend on the optimizer, not on how gradients are exchanged.
     """
 
     @property
     def accuracy(self) -> Accuracy:
-        """The class of its plans: the mode's, or bounded where a part of a gradient is kept."""
+        """Return the class of its plans: the mode's, or bounded where a part of a gradient is kept."""
         if self.mode.accuracy == "exact" and not all(bucket.whole for bucket in self.buckets):
             return "bounded"
         return self.mode.accuracy
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """One behind the last gradient of each bucket."""
+        """Return one past the last gradient of each bucket."""
         return tuple(bucket.gradients[-1] + 1 for bucket in self.buckets)
 
     @property
     def unshared(self) -> Schedule:
-        """The schedule of which ranks share nothing of the update."""
+        """Return the schedule with nothing of the update sharded."""
         return replace(self, mode=Synchronous() if self.mode.shares_update else self.mode, norms=None)
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class Schedule:
 
 
 def format_indices(indices: Sequence[int]) -> str:
-    """Runs of consecutive indices: (0, 1, 2, 5) → '0-2,5'."""
+    """Return runs of consecutive indices: (0, 1, 2, 5) → '0-2,5'."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -204,3 +204,6 @@ Places = slice | int | NDArray[np.int64]
 
 TIE = 1e-12
 """Relative difference of finishing times below which two schedules count as equal."""
+
+GAIN = 0.02
+"""Share of the step that a riskier schedule has to save."""

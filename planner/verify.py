@@ -1,4 +1,4 @@
-"""What must hold of every schedule, whoever made it. Runs before the first pass and after each one."""
+"""Invariants of every schedule, checked before the first pass and after each one."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _WHERE = {
     "load_plan": "runtime.plan",
     "parse_plan": "runtime.plan",
 }
-"""What is imported when it is asked for: plans need pydantic, sessions torch, the kernels only torch."""
+"""Modules that are imported when a name is first used: plans need pydantic, sessions torch, the kernels only torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ class DriftWarning(UserWarning):
 
 
 class FallbackWarning(UserWarning):
-    """A lossy plan is not faster than the exact one beside it, with which the run goes on; the text has the times."""
+    """A lossy plan is not faster than its exact fallback, with which training continues; the text has the times."""
 
 
 class AdaptedWarning(UserWarning):
@@ -45,7 +45,7 @@ class AdaptedWarning(UserWarning):
 
 
 class AccuracyWarning(UserWarning):
-    """A lossy bucket left too much behind for too long and is sent wider or whole from now on; the text says which."""
+    """A lossy bucket had too large a residual for too long and is now sent wider or whole; the text says which."""
 
 
 class CacheWarning(UserWarning):
@@ -53,7 +53,7 @@ class CacheWarning(UserWarning):
 
 
 class LostUpdaterWarning(UserWarning):
-    """An updater of a run with local updaters was killed or hung; the text says which, and how the run goes on."""
+    """An updater of a run with local updaters was killed or hung; the text says which, and how training continues."""
 
 
 class LongWaitWarning(UserWarning):

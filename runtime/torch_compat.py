@@ -43,11 +43,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 OUTSIDE = -1
-"""What `current_backward_id` gives outside of a backward pass."""
+"""Value of `current_backward_id` outside of a backward pass."""
 
 
 def current_backward_id() -> int:
-    """A number that is the same throughout one backward pass and differs between passes; `OUTSIDE` outside."""
+    """Return a number that is the same throughout one backward pass and differs between passes; `OUTSIDE` outside."""
     return torch._C._current_graph_task_id()
 
 
@@ -57,7 +57,7 @@ def is_in_compiled_code() -> bool:
 
 
 def runs_without_python(module: torch.nn.Module) -> bool:
-    """Tell whether a program that torch has compiled, or a script, stands in for the module's forward."""
+    """Return whether a program that torch has compiled, or a script, stands in for the module's forward."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -65,7 +65,7 @@ def runs_without_python(module: torch.nn.Module) -> bool:
 
 
 def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: bool = True) -> RemovableHandle:
-    """Register a hook that is called before a module's forward, first of all where not told otherwise; a script, which
+    """Register a hook that is called before a module's forward, first of all by default; a script, which
     has no method for that, calls it all the same.
     """
     return torch.nn.Module.register_forward_pre_hook(module, hook, prepend=prepend)
@@ -77,7 +77,7 @@ def hook_after_forward(module: torch.nn.Module, hook: ModuleHook) -> RemovableHa
 
 
 def may_have_methods(module: torch.nn.Module) -> bool:
-    """Tell whether a method among a module's attributes is copied and saved with it as torch and Python do by default,
+    """Return whether a method among a module's attributes is copied and saved with it, as torch does by default,
     or left out.
     """
     from torch._dynamo.eval_frame import OptimizedModule
@@ -93,7 +93,7 @@ def is_tracing() -> bool:
 
 
 def accumulator_of(parameter: torch.Tensor) -> Any:
-    """The node of autograd's that adds gradients to the parameter's `.grad`; of a frozen parameter, too."""
+    """Return the node of autograd that adds gradients to the parameter's `.grad`; of a frozen parameter, too."""
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)
@@ -104,12 +104,12 @@ def accumulator_of(parameter: torch.Tensor) -> Any:
 
 
 def names_ignored_by_ddp(model: torch.nn.Module) -> frozenset[str]:
-    """The names of parameters and buffers that DistributedDataParallel would leave out of a model's exchange."""
+    """Return the names of parameters and buffers that DistributedDataParallel would leave out of a model's exchange."""
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def is_wrapped(model: torch.nn.Module) -> str | None:
-    """The name of the wrapper that already exchanges this model's gradients, or None."""
+    """Return the name of the wrapper that already exchanges this model's gradients, or None."""
     from torch.distributed._composable.replicate import DDP as Replicated
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DataParallel
@@ -142,24 +142,24 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def has_all_reduce_hook(module: torch.nn.Module) -> bool:
-    """Tell whether `set_all_reduce_hook` was called on a module of FSDP2: the hook reads what was reduced at once."""
+    """Return whether `set_all_reduce_hook` was called on a module of FSDP2: the hook reads what was reduced at once."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return any(group is not None and group._all_reduce_hook is not None for group in groups)
 
 
 def running_ddp() -> torch.nn.Module | None:
-    """The DistributedDataParallel whose forward is running now, or None."""
+    """Return the DistributedDataParallel whose forward is running now, or None."""
     return DistributedDataParallel._active_ddp_module
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors of different shape, or handles, share the memory."""
+    """Return the number of tensors of different shape, or handles, that share the memory."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def makes_parameter(frame: FrameType) -> bool:
-    """Tell whether a frame makes a `torch.nn.Parameter` of a tensor."""
+    """Return whether a frame makes a `torch.nn.Parameter` of a tensor."""
     return frame.f_code is torch.nn.Parameter.__new__.__code__
 
 
@@ -171,13 +171,13 @@ def own_memory(flat: torch.Tensor) -> torch.UntypedStorage:
 
 
 def held_by_torch(tensor: torch.Tensor, holders: int = 0) -> bool:
-    """Tell whether more than `holders` beside Python refer to a tensor (a graph, DLPack), or torch does not say."""
+    """Return whether more than `holders` other than Python refer to a tensor (a graph, DLPack), or it is not known."""
     count = getattr(tensor, "_use_count", None)
     return count is None or count() > 1 + holders
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    """What lies in nested dicts, lists, tuples, registered records and dataclasses (each of these looked into once)."""
+    """Return the leaves of nested dicts, lists, tuples, registered records and dataclasses (each of these once)."""
     leaves: list[Any] = []
     seen: set[int] = set()
     left = [value]
@@ -202,7 +202,7 @@ def leave_uncompiled() -> None:
 
 
 def no_hook(*_: Any) -> None:
-    """What a copied or loaded module has in place of a session's hook."""
+    """Do nothing, in place of a session's hook in a copied or loaded module."""
 
 
 def _get_no_hook() -> Callable[..., None]:
@@ -228,17 +228,17 @@ class ModuleHook:
 
 
 def wait_for(work: dist.Work, limit: timedelta | None = None) -> None:
-    """`work.wait()`, whose errors are told from those of other code; see `is_of_backend`."""
+    """Wait for `work`, with errors that `is_of_backend` distinguishes from those of other code."""
     work.wait() if limit is None else work.wait(limit)
 
 
 def result_of(future: torch.futures.Future[Any]) -> Any:
-    """What a future holds, or raises: as with `wait_for`."""
+    """Return what a future holds, or raise: as with `wait_for`."""
     return future.value()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory for a tensor; on a CPU torch has no class for that."""
+    """Return whether there was no memory for a tensor; on a CPU torch has no class for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
@@ -269,13 +269,15 @@ def queued_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries a device's tensors in a group, which may have another one for each kind: `nccl`, say."""
+    """Return the backend that carries a device's tensors in a group, which may have another one for each kind: `nccl`,
+    say.
+    """
     name: str = group._get_backend(device).name()
     return name.lower()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The deadline of a group's collectives, with which the script has made it."""
+    """Return the deadline of a group's collectives, with which the script has made it."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -285,7 +287,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def object_device(group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors are in which a group carries what is pickled."""
+    """Return the device of the tensors in which a group carries what is pickled."""
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
@@ -320,7 +322,7 @@ def store_address() -> tuple[str, int] | None:
 
 
 def meet(address: tuple[str, int], key: str, rank: int, ranks: int, timeout: timedelta) -> Any:
-    """A gloo group of processes that are no ranks themselves, DataLoader workers say; torch.distributed knows nothing
+    """Return a gloo group of processes that are no ranks, DataLoader workers say; torch.distributed knows nothing
     of it. They meet at a TCP store under `key`; each rank's n-th process to come there is of one group.
     """
     store = TCPStore(*address, is_master=False, timeout=timeout)
@@ -329,7 +331,7 @@ def meet(address: tuple[str, int], key: str, rank: int, ranks: int, timeout: tim
 
 
 def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, gets: list[int], gives: list[int]) -> None:
-    """From every rank of such a group its part for this one: `gets` and `gives` are lengths by rank (1-D tensors)."""
+    """Exchange a part with every rank of such a group: `gets` and `gives` are lengths by rank (1-D tensors)."""
     wait_for(group.alltoall_base(output, given, gets, gives))
 
 
@@ -348,10 +350,10 @@ _CALLS_OF_BACKEND = frozenset(
 
 
 def is_of_backend(error: BaseException) -> bool:
-    """Whether a backend raised the error, because a rank died or a network failed, say; not an operation on tensors, or
-    whatever else went wrong in this process.
+    """Return whether a backend raised the error, because a rank died or a network failed; not an operation on tensors,
+    or whatever else went wrong in this process.
 
-    torch has classes for some of these errors. The others are bare RuntimeErrors, of which the place tells: a call of
+    torch has classes for some of these errors. The others are bare RuntimeErrors, identified by their place: a call of
     `torch.distributed`, or a wait for what that has started.
     """
     if isinstance(error, dist.DistError):

@@ -17,7 +17,6 @@ from runtime.kernels import (
     Shape,
     TopkState,
     ef_topk_,
-    ef_topk_segments_,
     ef_topk_torch,
     make_state,
     ms_topk_,
@@ -68,7 +67,7 @@ def select(state: TopkState, gradient: Tensor, residual: Tensor, launches: int =
         torch.full((state.k,), -1, dtype=torch.int32, device=residual.device),
         torch.full_like(residual, 7),
     )
-    ef_topk_(gradient, residual, found[2], found[0], found[1], state, launches=launches)
+    ef_topk_(gradient, (residual, found[2]), found[:2], state, launches=launches)
     return found
 
 
@@ -157,7 +156,7 @@ class Checks:
                     self.expect(f"{shape}, launches {launches}", select(state, gradient, residual, launches), expected)
 
     def segments(self) -> None:
-        """Many in one launch, of one buffer and of many tensors."""
+        """Many in one launch."""
         sizes = [1, 700, 33, self.scale.family_elements, 3, 4093, 8192, 64, *range(60, 100)]
         k = [max(1, size // 50) for size in sizes]
         state = make_state(sizes, k, self.device)
@@ -174,15 +173,7 @@ class Checks:
                 torch.cat([one[1] + start for one, start in zip(one_by_one, starts, strict=True)]),
                 torch.cat([one[2] for one in one_by_one]),
             )
-            if step % 2 == 0:
-                found = select(state, torch.cat(parts), residual)
-            else:
-                residuals = [part.clone() for part in residual.split(sizes)]
-                new = [torch.empty_like(part) for part in residuals]
-                values = torch.empty(sum(k), device=self.device)
-                indices = torch.empty(sum(k), dtype=torch.int32, device=self.device)
-                ef_topk_segments_(parts, residuals, new, values, indices, state)
-                found = (values, indices, torch.cat(new))
+            found = select(state, torch.cat(parts), residual)
             self.expect(f"{len(sizes)} segments, step {step}", found, expected)
             residual = found[2]
 
@@ -195,7 +186,7 @@ class Checks:
                 gradient, residual = self.family(name, n, seed), self.family("normal", n, 9)
                 values = torch.empty(k, device=self.device)
                 indices, new = torch.empty(k, dtype=torch.int32, device=self.device), torch.empty_like(residual)
-                ms_topk_(gradient, residual, new, values, indices, state, seed=seed)
+                ms_topk_(gradient, (residual, new), (values, indices), state, seed=seed)
                 self.expect(
                     f"MSTopK, {name}, step {seed}",
                     (values, indices, new),
@@ -241,7 +232,7 @@ class Checks:
         gradient, residual = self.family("laplace", n, 1), self.family("normal", n, 2)
         expected, state = ef_topk_torch(gradient, residual, k), self.state(n, k)
         found = select(state, gradient, residual)
-        replay = captured(lambda: ef_topk_(gradient, residual, found[2], found[0], found[1], state), self.device)
+        replay = captured(lambda: ef_topk_(gradient, (residual, found[2]), found[:2], state), self.device)
         for repeat in range(self.scale.repeats):
             for tensor in found:
                 tensor.zero_()

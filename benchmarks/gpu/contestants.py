@@ -50,7 +50,7 @@ class Buffers:
     def step(self, parity: int) -> None:
         """One step by the kernel."""
         one, other = self.residuals[parity], self.residuals[1 - parity]
-        ef_topk_(self.gradients[parity], one, other, self.values, self.indices, self.state)
+        ef_topk_(self.gradients[parity], (one, other), (self.values, self.indices), self.state)
 
     def cold(self, parity: int) -> None:
         """As if it were the first step."""
@@ -62,7 +62,7 @@ class Buffers:
         self.state.reset()
         one, other = self.residuals[parity], self.residuals[1 - parity]
         gradient = self.gradients[parity]
-        ef_topk_(gradient, one, other, self.values, self.indices, self.state, launches=ONE_BY_ONE)
+        ef_topk_(gradient, (one, other), (self.values, self.indices), self.state, launches=ONE_BY_ONE)
 
     def missed(self, parity: int) -> None:
         """As if the last step had been an octave larger."""
@@ -119,7 +119,8 @@ class Rounds:
         """One step; without kernels that of the reference."""
         b = self.buffers
         if self.backend is None:
-            ms_topk_(b.gradients[parity], b.residuals[0], b.residuals[1], b.values, b.indices, b.state, seed=parity)
+            residuals = (b.residuals[0], b.residuals[1])
+            ms_topk_(b.gradients[parity], residuals, (b.values, b.indices), b.state, seed=parity)
             return
         tensors = (b.gradients[parity], b.residuals[0], b.values, b.indices, self.search)
         words = [*(tensor.data_ptr() for tensor in tensors), b.residuals[0].numel(), b.values.numel()]

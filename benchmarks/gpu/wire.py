@@ -8,7 +8,7 @@ from benchmarks.gpu.selection import Timer
 from benchmarks.gpu.setting import Found, Setting, table
 from benchmarks.gpu.timing import sets_of
 from runtime.plan import CompressorSpec
-from runtime.sparse.compressors.wire import WIRE_DTYPES, make_wire
+from runtime.sparse.compressors.wire import WIRE_DTYPES, StepResidual, make_wire
 
 ROWS = 4
 """Ranks whose rows are added up."""
@@ -28,14 +28,14 @@ class Wires:
 
     def encode(self, parity: int) -> None:
         """Of residual + gradient; what that loses is the new residual."""
-        one, other = self.residuals[parity], self.residuals[1 - parity]
-        self.compressor.compress(self.gradient, one, other, self.rows, self.cut, 0)
+        kept = StepResidual(self.residuals[parity], self.residuals[1 - parity])
+        self.compressor.compress(self.gradient, kept, self.rows, self.cut, 0)
 
     def combine(self, parity: int) -> None:
         """The rows of one part, added up and encoded again."""
         share = self.cut.share
-        one, other = (of[:share] for of in self.residuals)
-        self.compressor.combine(self.rows, self.own, one, other, self.cut, share, 0)
+        kept = StepResidual(*(of[:share] for of in self.residuals))
+        self.compressor.combine(self.rows, self.own, kept, self.cut, share, 0)
 
     def decode(self, parity: int) -> None:
         """All parts."""

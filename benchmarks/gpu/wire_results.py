@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.sparse.compressors.wire import Cut, WireCompressor
+from runtime.sparse.compressors.wire import NO_RESIDUAL, Cut, StepResidual, WireCompressor
 
 GUARD = 64
 """Elements around what is written, which have to stay."""
@@ -24,7 +24,7 @@ def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 def wire_results(
     compressor: WireCompressor, parts: int, gradient: Tensor, residual: Tensor, swapped: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """All that is written, with what lies around it. `swapped`: see `WireCompressor.compress`."""
+    """All that is written, with what lies around it. `swapped`: see `StepResidual`."""
     n, before, device = gradient.numel(), (gradient.clone(), residual.clone()), gradient.device
     cut = compressor.cut(n, parts, torch.float32)
     room, sums, decoded = (torch.full((count + 2 * GUARD,), 7.0, device=device) for count in (n, cut.share, n))
@@ -34,15 +34,14 @@ def wire_results(
     rows, plain, own, lossy = (bytes_[:, 8:-8] for bytes_ in around)
     # `plain` and `lossy` are what is sent where nothing is kept.
     mine, inside = slice(0, min(n, cut.share)), slice(GUARD, -GUARD)
-    kept = (residual, room[inside])
-    if swapped is not None and swapped:
-        kept = (kept[1], kept[0])
-    compressor.compress(gradient, *kept, rows, cut, 0, swapped=swapped)
-    compressor.compress(gradient, None, None, plain, cut, 0)
+    one, other = (room[inside], residual) if swapped is not None and swapped else (residual, room[inside])
+    kept = StepResidual(one, other, swapped)
+    compressor.compress(gradient, kept, rows, cut, 0)
+    compressor.compress(gradient, NO_RESIDUAL, plain, cut, 0)
     compressor.decode(rows, decoded[inside], cut)
     compressor.add_up(rows, sums[inside], cut)
-    compressor.combine(rows, own, kept[0][mine], kept[1][mine], cut, mine.stop, 0, swapped=swapped)
-    compressor.combine(rows, lossy, None, None, cut, mine.stop, 0)
+    compressor.combine(rows, own, kept.part(mine), cut, mine.stop, 0)
+    compressor.combine(rows, lossy, NO_RESIDUAL, cut, mine.stop, 0)
     if not same((gradient, residual), before):
         raise AssertionError("encoding has changed what it was given")
     for filled in (rows, plain, own, lossy):

@@ -18,8 +18,7 @@ from benchmarks.local_async.jobs import DEADLINE_S, spec
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.ir import Schedule
-from planner.jobs.local_training import local_job
-from planner.jobs.on_rank import profile_rank
+from planner.jobs.on_rank import local_job, profile_rank
 from planner.jobs.training import build
 from planner.model.modes import step_us
 from planner.model.modes.local_updaters import (

@@ -1,17 +1,19 @@
-"""`planner doctor`: what is installed, which backends work here, and the cure for what does not."""
+"""`planner doctor`: what is installed and works here, and the cure for what does not."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
 
+import typer
+
+from planner.cli.commands import Doctor
+from planner.cli.options import printed_json
+from planner.jobs.finding import Finding
 from planner.testbed.namespaces import Namespace, NoNamespaces
-from runtime.errors import PlannerError
 from runtime.version import __version__
 
 NEEDED = ("torch", "numpy", "scipy", "ortools", "pydantic", "typer", "rich")
@@ -21,15 +23,16 @@ OPTIONAL = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at."""
-
-    what: str
-    ok: bool
-    found: str
-    cure: str = ""
-    required: bool = True
+def doctor(_: Doctor) -> None:
+    """Print what is installed and works here."""
+    findings = examine()
+    if not printed_json(lambda: [vars(finding) for finding in findings]):
+        for finding in findings:
+            mark = "ok " if finding.ok else "NO " if finding.required else "-- "
+            cure = f"  → {finding.cure}" if finding.cure and not finding.ok else ""
+            typer.echo(f"{mark} {finding.what:<20} {finding.found}{cure}")
+    if not all(finding.ok for finding in findings if finding.required):
+        raise typer.Exit(3)
 
 
 def examine() -> list[Finding]:
@@ -41,11 +44,13 @@ def examine() -> list[Finding]:
     ]
     findings += [_package(name) for name in NEEDED]
     findings += [_package(name, cure, required=False) for name, cure in OPTIONAL.items()]
-    if all(finding.ok for finding in findings if finding.what == "torch"):
-        findings += [_device(), _kernels(), *_backends()]
-    findings += _emulation()
+    if not all(finding.ok for finding in findings if finding.what == "torch"):
+        return findings + _emulation()
+    from planner.jobs import torch_findings  # which needs torch
+
+    findings += [torch_findings.device(), torch_findings.kernels(), *torch_findings.backends(), *_emulation()]
     if any(finding.what == "gloo" for finding in findings):
-        findings.append(_two_ranks())
+        findings.append(torch_findings.two_ranks())
     return findings
 
 
@@ -59,49 +64,8 @@ def _package(name: str, cure: str = "", *, required: bool = True) -> Finding:
     return Finding(name, True, version, required=required)
 
 
-def _device() -> Finding:
-    import torch
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = "this torch is built without CUDA" if built is None else f"no device for CUDA {built}"
-        cure = "fine for CPU training; for GPUs install a CUDA build of torch and a driver"
-        return Finding("cuda", False, f"{why}; {cores} CPU cores", cure, required=False)
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return Finding("cuda", True, names, required=False)
-
-
-def _kernels() -> Finding:
-    """What selects elements of sparse gradients on a GPU."""
-    import torch
-
-    from runtime.kernels.cuda import why_not, working
-    from runtime.kernels.nvrtc import compiler
-
-    cure = "fine for CPU training; on GPUs lossy plans select several times slower without them"
-    why = why_not() or working(torch.cuda.current_device())
-    if why is not None:
-        found = f"none: {why}; torch's own operations select instead"
-        return Finding("kernels", False, found, cure, required=False)
-    return Finding("kernels", True, f"CUDA C++, compiled by NVRTC {compiler().version}", required=False)
-
-
-def _backends() -> list[Finding]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return [Finding("torch.distributed", False, "not built in", "install an official build of torch")]
-    told = {True: "available", False: "not available"}
-    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    return [
-        Finding("gloo", gloo, told[gloo], "needed on CPUs: official torch has it"),
-        Finding("nccl", nccl, told[nccl], "only for several GPUs", required=False),
-    ]
-
-
 def _emulation() -> list[Finding]:
-    """What `--emulate` needs."""
+    """Look at what `--emulate` needs."""
     tools = {tool: shutil.which(tool) for tool in ("ip", "tc")}
     found = [
         Finding(tool, path is not None, path or "not found", "--emulate needs it: apt-get install iproute2", False)
@@ -113,26 +77,3 @@ def _emulation() -> list[Finding]:
     except NoNamespaces as error:
         return [*found, user, Finding("network namespaces", False, "cannot be made", str(error), required=False)]
     return [*found, user, Finding("network namespaces", True, "can be made: --emulate works", required=False)]
-
-
-def _two_ranks() -> Finding:
-    from planner.jobs.launch import LocalWorld, run_ranks
-
-    what, cure = "two local ranks", "is loopback networking allowed here? GLOO_SOCKET_IFNAME names the interface to use"
-    try:
-        totals = run_ranks(LocalWorld(ranks=2, timeout_s=60.0), sum_of_ranks)
-    except PlannerError as error:
-        return Finding(what, False, str(error).splitlines()[0], cure)
-    if totals != [1.0, 1.0]:
-        return Finding(what, False, f"an all-reduce of 0 and 1 gives {totals[0]:g} and {totals[1]:g}, not 1", cure)
-    return Finding(what, True, "an all-reduce gives both the sum")
-
-
-def sum_of_ranks() -> float:
-    """Add up every rank's number by an all-reduce."""
-    import torch
-    import torch.distributed as dist
-
-    value = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(value)
-    return float(value)

@@ -1,15 +1,40 @@
-"""What commands have in common: the types of their options, the global flags, and how results are printed."""
+"""Common parts of commands: how they are declared, the global flags, and how results are printed.
+
+A command is a frozen record: its docstring is the help text, its fields are the parameters, records among them are
+groups of parameters. The work is done by a function of another module, which is imported when the command runs: help
+pages and errors in options need nothing of what commands need.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from importlib import import_module
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
 from planner.documents.text import spell_rate
 from runtime.errors import InputError
+
+Record = TypeVar("Record")
+
+
+def option(help: str, default: Any = None, *names: str, **how: Any) -> Any:
+    """Return the field of a record that is an option; `names` and `how` are of `typer.Option`."""
+    return field(default=default, metadata={"typer": typer.Option(*names, help=help, **how), "names": names})
+
+
+def argument(help: str, default: Any = MISSING, **how: Any) -> Any:
+    """Return the field of a record that is a positional argument; `how` is of `typer.Argument`."""
+    return field(default=default, metadata={"typer": typer.Argument(help=help, **how), "positional": True})
+
+
+def rate_option(help: str) -> Any:
+    """Return the field of a record that is an option whose text ends in a rate."""
+    return option(help, callback=_spelled)
 
 
 def _spelled(parameter: typer.CallbackParam, value: str | None) -> str | None:
@@ -20,134 +45,71 @@ def _spelled(parameter: typer.CallbackParam, value: str | None) -> str | None:
     return spelled
 
 
-def rate_option(help: str) -> Any:
-    """Return an option whose text ends in a rate."""
-    return typer.Option(help=help, callback=_spelled)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, argument, rate_option, field))
+def options(record: type[Record]) -> type[Record]:
+    """Make a class a record of parameters."""
+    return dataclass(frozen=True, kw_only=True)(record)
 
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed; default: nccl on GPUs, else gloo.")]
-Ranks = Annotated[
-    int | None, typer.Option(help="Local ranks to start (default 2); under torchrun its world is joined.")
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        help="Deadline in seconds of every wait for other ranks; default: from the measured step, at least 30."
-    ),
-]
-Emulate = Annotated[
-    str | None,
-    rate_option("Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."),
-]
-Job = Annotated[
-    str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
-]
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, argument, rate_option, field))
+def command(
+    app: typer.Typer, module: str, function: str, *, name: str | None = None
+) -> Callable[[type[Record]], type[Record]]:
+    """Return a decorator that makes a class a record of parameters, and a command.
+
+    Args:
+        app: the application, or a group of commands.
+        module: the module with the function, imported when the command runs.
+        function: the name of the function that is called with the record.
+        name: the command's name; default: the function's.
+    """
+
+    def register(record: type[Record]) -> type[Record]:
+        record = options(record)
+
+        def run(**given: Any) -> None:
+            asked = _filled(record, given)  # raises what is wrong with options before anything is imported
+            getattr(import_module(module), function)(asked)
+
+        parameters = list(_parameters(record))
+        run.__doc__ = record.__doc__
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        app.command(name or function)(run)
+        return record
+
+    return register
+
+
+def _parameters(record: Any) -> Iterator[Parameter]:
+    hints = get_type_hints(record)
+    for each in (each for each in fields(record) if each.init):
+        hint = hints[each.name]
+        if is_dataclass(hint):
+            yield from _parameters(hint)
+            continue
+        hint = Annotated[hint, each.metadata["typer"]]
+        default = Parameter.empty if each.default is MISSING else each.default
+        yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _filled(record: Any, given: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(record)
+    names = [each.name for each in fields(record) if each.init]
+    return record(**{name: _filled(hints[name], given) if is_dataclass(hints[name]) else given[name] for name in names})
+
+
+def completed(name: str) -> Callable[[str], list[str]]:
+    """Return what a shell completes a parameter by: a function of `planner.cli.completion`, imported when it asks."""
+
+    def complete(incomplete: str) -> list[str]:
+        found: list[str] = getattr(import_module("planner.cli.completion"), name)(incomplete)
+        return found
+
+    return complete
+
+
 FSDP2 = "fsdp2"
-Parallel = Annotated[
-    str | None,
-    typer.Option(help="fsdp2: for models whose weights are sharded by FSDP2 (planner.fully_shard)."),
-]
-MAX_STEPS = 10**9
-"""More steps than anybody waits for."""
-
-Solver = Annotated[str, typer.Option(help="dp, or cpsat: a constraint program looks again, and proves a bound.")]
-SolverLimit = Annotated[
-    float | None, typer.Option(help="Deterministic time for cpsat (default 2: less than a minute).")
-]
-CompressBy = Annotated[
-    str | None,
-    typer.Option(
-        help="Lossy plans: wire (all elements in fewer bytes), lowrank (products in place of matrices), sparse (the "
-        "largest elements), several with commas between, all or none (default: wire)."
-    ),
-]
-MaxRank = Annotated[
-    int | None, typer.Option(help="Lossy plans: the largest rank of products in place of matrices (default 4).")
-]
-MaxRatio = Annotated[
-    float | None,
-    typer.Option(
-        help="Lossy plans: largest ratio of a layer's elements to those that are sent "
-        "(default 1000; 250 for recurrent and embedding layers)."
-    ),
-]
-Protect = Annotated[
-    str | None,
-    typer.Option(
-        help="Lossy plans: gradients to send whole, as patterns of names separated by |, besides biases and "
-        "normalization layers; with 'none', not those."
-    ),
-]
-MaxDelay = Annotated[
-    int | None,
-    typer.Option(
-        help="Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
-    ),
-]
-MaxMemory = Annotated[
-    float | None,
-    typer.Option(
-        "--max-memory-mib",
-        help="What each rank has for weights, gradients, the optimizer's state and activations; where that is too "
-        "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled).",
-    ),
-]
-FromSchedule = Annotated[
-    str | None,
-    typer.Option(help="Decide nothing: plan the schedule in this file, as --print-after prints it."),
-]
-Allow = Annotated[
-    str | None,
-    typer.Option(
-        help="Interfaces that plans may need besides DDP's, comma-separated: sharded-step, late-gather "
-        "(which implies it). Without, they are drop-in."
-    ),
-]
-
-
-def models_beginning(incomplete: str) -> list[str]:
-    """Return names of the catalog's profiles, for a shell that completes one."""
-    from planner.documents.catalog import names
-
-    model, at, _ = incomplete.partition("@")
-    known = [f"{model}@{cluster}" for cluster in names("cluster")] if at else names("model")
-    return [name for name in known if name.startswith(incomplete)]
-
-
-def clusters_beginning(incomplete: str) -> list[str]:
-    """Return names of the catalog's clusters, for a shell that completes one."""
-    from planner.documents.catalog import names
-
-    return [name for name in names("cluster") if name.startswith(incomplete)]
-
-
-def entries_beginning(incomplete: str) -> list[str]:
-    """Return names of the catalog's profiles and clusters, for a shell that completes one."""
-    return [*models_beginning(incomplete), *clusters_beginning(incomplete)]
-
-
-def strategies_beginning(incomplete: str) -> list[str]:
-    """Return names of strategies, for a shell that completes the last one of a list."""
-    from planner.decide.strategies import STRATEGIES
-
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
-
-
-ProfileName = Annotated[
-    str,
-    typer.Argument(
-        help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).", autocompletion=models_beginning
-    ),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(
-        help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile.",
-        autocompletion=clusters_beginning,
-    ),
-]
 
 
 class Flags:
@@ -157,25 +119,54 @@ class Flags:
     verbose = False
 
 
-def for_fsdp2(parallel: str | None, others: Mapping[str, object] | None = None) -> bool:
-    """Return whether FSDP2 is asked for.
+def chosen(record: Any) -> dict[str, Any]:
+    """Return the parameters that are not at their defaults, by the names that users see."""
+    found: dict[str, Any] = {}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if is_dataclass(value):
+            found |= chosen(value)
+        elif value not in (each.default, None, ""):
+            name = each.name.upper() if "positional" in each.metadata else f"--{each.name.replace('_', '-')}"
+            found[(each.metadata.get("names") or (name,))[-1]] = value
+    return found
+
+
+def for_fsdp2(record: Any, unsupported: Collection[str] = ()) -> bool:
+    """Return whether a command's `parallel` asks for FSDP2.
 
     Args:
-        parallel: the option.
-        others: options by name that do not go with it, with their values where they were given.
+        record: the command.
+        unsupported: names of parameters that do not go with it.
 
-    Raises InputError: another way to train in parallel, or an option that does not go with this one.
+    Raises InputError: another way to train in parallel, or a parameter that does not go with this one.
     """
+    parallel = record.parallel
     if parallel is None:
         return False
     if parallel != FSDP2:
         raise InputError(f"--parallel: found {parallel!r}, expected {FSDP2}, or nothing for gradients in buckets")
-    for name, value in (others or {}).items():
-        if value not in (None, False, ""):
-            raise InputError(f"{name}: found {value}, which is not built for --parallel fsdp2 yet; leave it out")
+    given = chosen(record)
+    for name in (name for name in unsupported if name in given):
+        raise InputError(f"{name}: found {given[name]}, which is not built for --parallel fsdp2 yet; leave it out")
     return True
 
 
-def print_json(value: Any) -> None:
-    """The machine-readable result, alone on standard output."""
-    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+def split_items(name: str, text: str) -> list[str]:
+    """Split the text of an option at its commas. Raises InputError where an item is empty."""
+    found = [item.strip() for item in text.split(",")]
+    if not all(found):
+        raise InputError(f"{name}: found {text!r}, expected items separated by commas")
+    return found
+
+
+def split_names(text: str) -> list[str]:
+    """Split a text at its commas, without empty items."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def printed_json(document: Callable[[], Any]) -> bool:
+    """Print the machine-readable result, alone on standard output, if it is asked for, and return whether it is."""
+    if Flags.as_json:
+        typer.echo(json.dumps(document(), indent=1, allow_nan=False))
+    return Flags.as_json

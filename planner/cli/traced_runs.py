@@ -1,118 +1,96 @@
-"""What the commands that read traces of real runs do: `planner import`, and `planner explain` of a trace."""
+"""`planner import`, and `planner explain` of traces: what is read from runs that a profiler recorded."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from importlib import import_module
+from os.path import basename, getsize, isdir, isfile
 
 import typer
+from rich.console import Console
+from rich.progress import Progress as Bars
 
-from planner.cli.options import Flags, print_json
-from planner.report.files import check_writable
-from planner.traces.explain import COLUMNS, Explanation, change_cells, document_of, explain_run, lines_of, message_cells
+from planner.cli.commands import Explain, Import
+from planner.cli.options import printed_json
+from planner.documents.profile import Profile
+from planner.documents.text import SENTENCE_CHARACTERS, sanitize
+from planner.report.files import TRACE, check_writable
+from planner.report.listing import print_tables
+from planner.traces.events import Run
+from planner.traces.explain import Explanation, change_listing, explain_run, lines_of, message_listing
 from planner.traces.of_ranks import read_run
-from planner.traces.replayed import replay
 from planner.traces.stream import Progress
-from planner.traces.to_profile import Parameter, model_name, profile_of
+from planner.traces.to_profile import model_name, profile_of
 from planner.traces.trace_page import trace_page
+from runtime.errors import InputError
+from runtime.plan import ModelReference
 from runtime.plan.files import write_text
-
-if TYPE_CHECKING:
-    from planner.documents.profile import Profile
-    from planner.traces.events import Run
 
 SLOW_BYTES = 50_000_000
 """Files larger than this are read with a progress bar."""
 
 
-def import_run(traces: list[str], output: str, job: str | None, step_ms: float | None, *, fsdp2: bool) -> None:
+def import_traces(asked: Import) -> None:
     """Read a run, write its profile, and print what was read."""
-    check_writable(output, *(trace for trace in traces if not os.path.isdir(trace)))
-    with _reading() as opened:
-        run = read_run(traces, opened)
-    profile = _profile(run, job, step_ms, fsdp2=fsdp2)
-    profile.save(output)
-    if Flags.as_json:
-        print_json(document_of(run, profile, replay(run, profile)))
+    check_writable(asked.output, *(trace for trace in asked.traces if not isdir(trace)))
+    run = _read(asked.traces)
+    profile = _profile(run, asked.job, asked.step_ms)
+    if asked.parallel is not None and profile.units is None:
+        raise InputError(
+            f"--parallel: found fsdp2, and no annotation FSDP::pre_forward in {run.paths[0]}, expected a run of FSDP2; "
+            f"leave the option out"
+        )
+    profile.save(asked.output)
+    explained = explain_run(run, profile)
+    if printed_json(explained.to_document):
         return
-    for line in lines_of(explain_run(run, profile)):
-        typer.echo(line)
-    option = " --parallel fsdp2" if fsdp2 else ""
-    typer.echo(f"wrote {output}; continue with: planner optimize {output}{option} -o plan.json")
+    more = f"{asked.output}{' --parallel fsdp2' if profile.units is not None else ''}"
+    _print_lines(explained, f"wrote {asked.output}; continue with: planner optimize {more} -o plan.json")
 
 
-def _profile(run: Run, job: str | None, step_ms: float | None, *, fsdp2: bool = False) -> Profile:
-    parameters = None if job is None else parameters_of(job)
-    return profile_of(run, name=job or model_name(run.paths[0]), parameters=parameters, step_ms=step_ms, fsdp2=fsdp2)
-
-
-def parameters_of(job: str) -> list[Parameter]:
-    """Return the trainable parameters of a job, in the order in which its model has them."""
-    from planner.jobs.job import load_job
-    from planner.profile.compute import matrix_of
-    from runtime.checks.plan import trainable_parameters
-
-    found = trainable_parameters(load_job(job).model)
-    return [Parameter(name, tensor.numel(), matrix_of(tensor)) for name, tensor in found.items()]
-
-
-def explain_traces(path: str, html: str | None) -> None:
-    """Print, as a table or JSON, where the steps of a traced run go; write a page where one is asked for."""
-    if html is not None:
-        check_writable(html, path)
-    with _reading() as opened:
-        run = read_run([path], opened)
-    explanation = explain_run(run, _profile(run, None, None))
-    if html is not None:
-        write_text(html, trace_page(explanation))
-    if Flags.as_json:
-        print_json(explanation.to_document())
+def explain_traces(asked: Explain) -> None:
+    """Print where the steps of a traced run go, and draw them."""
+    for option, value in ((TRACE, asked.trace), ("--measured", asked.measured)):
+        if value is not None:
+            raise InputError(f"{option}: found it with the trace {asked.plan}, expected it with a plan; leave it out")
+    if asked.html is not None:
+        check_writable(asked.html, asked.plan)
+    run = _read([asked.plan])
+    explained = explain_run(run, _profile(run))
+    if asked.html is not None:
+        write_text(asked.html, trace_page(explained))
+    if printed_json(explained.to_document):
         return
-    _print(explanation)
-    if html is not None:
-        typer.echo(f"wrote {html}")
+    _print_lines(explained, *([] if asked.html is None else [f"wrote {asked.html}"]))
+    print_tables(message_listing(explained))
+    if explained.doubt is not None:
+        typer.echo(explained.doubt)
+    if explained.changes:
+        print_tables(change_listing(explained))
 
 
-def _print(explanation: Explanation) -> None:
-    from planner.report.tables import make_console, make_table, print_table
-
-    console = make_console()
-    for line in lines_of(explanation):
-        console.print(line, highlight=False)
-
-    def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = make_table(title, columns, left=(columns[0],))
-        for row in rows:
-            table.add_row(*row)
-        print_table(console, table)
-
-    show("messages, medians over the steps", COLUMNS, message_cells(explanation.messages))
-    if explanation.doubt is not None:
-        console.print(explanation.doubt, highlight=False)
-    if explanation.changes:
-        columns = ("what would change the step", "step (ms)", "saved", "note")
-        show("predicted", columns, change_cells(explanation.changes))
+def _print_lines(explained: Explanation, *more: str) -> None:
+    notes = [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in explained.notes]
+    typer.echo("\n".join([*lines_of(explained), *notes, *more]))
 
 
-@contextmanager
-def _reading() -> Iterator[Callable[[str], Progress | None]]:
-    """Yield what shows a bar on a terminal for each large file that is read."""
-    if not sys.stderr.isatty():
-        yield lambda path: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bars
+def _profile(run: Run, job: str | None = None, step_ms: float | None = None) -> Profile:
+    if job is None:
+        return profile_of(run, ModelReference(name=model_name(run.paths[0])), step_ms=step_ms)
+    parameters, fingerprint = import_module("planner.jobs.parameters").parameters_of(job)  # which loads torch
+    return profile_of(run, ModelReference(name=job, fingerprint=fingerprint), parameters, step_ms=step_ms)
 
-    with Bars(console=Console(stderr=True), transient=True) as bars:
+
+def _read(paths: Sequence[str]) -> Run:
+    """Read a run, with a bar on a terminal for each large file."""
+    with Bars(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
 
         def opened(path: str) -> Progress | None:
-            size_bytes = os.path.getsize(path) if os.path.isfile(path) else 0
+            size_bytes = getsize(path) if isfile(path) else 0
             if size_bytes < SLOW_BYTES:
                 return None
-            task = bars.add_task(os.path.basename(path), total=size_bytes)
+            task = bars.add_task(basename(path), total=size_bytes)
             return lambda read: bars.update(task, completed=read)
 
-        yield opened
+        return read_run(paths, opened)

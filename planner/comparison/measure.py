@@ -1,13 +1,12 @@
-"""What every rank does for `planner compare`: blocks of variants are interleaved, each from the same weights."""
+"""A rank of `planner compare`: blocks of variants are interleaved, each from the same weights."""
 
 from __future__ import annotations
 
 import gc
-import math
 import random
 import statistics
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -22,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import runtime
 from planner.comparison.same import Deviation, FirstStep
 from planner.comparison.trained import Trained, TrainedJob
-from planner.comparison.variants import DDP, PLAN, BucketVariant, Variant, distinct_caps
+from planner.comparison.variants import DDP, PLAN, BucketVariant, Lineup, Rounds, Variant, distinct_caps
 from planner.jobs.training import SEED, attribute_user_errors, build
-from planner.profile.links import synchronize, timed_us
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench, Progress, median_of_slowest, synchronize
 from planner.profile.step import joined
 from planner.strategies.baselines import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 from runtime.checks.plan import trainable_parameters
@@ -40,11 +38,11 @@ from runtime.session.session import Session
 V = TypeVar("V", bound=Variant)
 
 WARM_UP_STEPS = 3
-"""Of each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""
+"""Number in each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""
 
 
 LEAST_ROUNDS = 2
-"""What is measured however late it is."""
+"""Number of rounds that are measured however late it is."""
 
 ALONE_REPEATS = 5
 
@@ -56,40 +54,39 @@ POWERSGD = "powersgd"
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """How DDP's bucket size is chosen; the chosen one is measured once more with the others."""
+    """The measurements by which DDP's bucket size is chosen; the chosen one is measured once more with the others."""
 
     rounds: int = 2
-    """Of all sizes …"""
+    """Number of rounds of all sizes."""
     finalists: int = 3
+    """Number of the fastest sizes that get further rounds."""
     final_rounds: int = 3
-    """… and so many further ones of the fastest."""
+    """Number of these rounds."""
     steps: int = 3
-    """Measured ones of a block."""
+    """Measured steps of a block."""
 
     def blocks(self, sizes: int) -> int:
-        """Return the blocks of so many sizes beside DDP's default."""
+        """Return the number of blocks of `sizes` sizes and of DDP's default."""
         return (sizes + 1) * self.rounds + min(sizes + 1, self.finalists) * self.final_rounds if sizes else 0
 
 
 @dataclass
 class Record(Generic[V]):
-    """What one rank saw of one variant."""
+    """The measurements of one variant on one rank."""
 
     variant: V
     step_us: list[list[float]] = field(default_factory=list)
-    """By round."""
+    """Times of measured steps, by round."""
     losses: list[list[float | None]] = field(default_factory=list)
-    """Of all steps, by round; None where the step does not say."""
+    """Losses of all steps, by round; None if the step does not return it."""
     deviations: list[Deviation] = field(default_factory=list)
-    """By round, how far its first step was from DDP's: of exact variants, without the round that DDP's is of."""
+    """Distances of its first steps from DDP's, by round; for exact variants, without the round that DDP's is of."""
     alone_us: float | None = None
-    """All its messages without a backward beside them."""
+    """Time of all its messages without a backward."""
     failure: str | None = None
-    """Why it could not be measured."""
-    brief: bool = False
-    """Its steps are so slow that it takes part in the fewest rounds, with one measured step, or cycle, in each."""
+    """Reason why it could not be measured."""
     difference: float = 0.0
-    """The largest difference of a final weight from the first variant's, relative to its parameter's largest weight; of
+    """Largest difference of a final weight from the first variant's, relative to its parameter's largest weight; for
     wrappings, whose weights are not restored between blocks."""
 
 
@@ -99,50 +96,37 @@ class Measured:
 
     records: list[Record[Any]]
     backward_us: float = 0.0
-    """Time of backward of the no-communication baseline; 0 where there is none, or nothing called its forward."""
+    """Time of backward of the no-communication baseline; 0 if there is none, or nothing called its forward."""
     micro_batches: tuple[int, int] = (1, 1)
-    """Of a step: their number, and how many of them exchange gradients."""
+    """Number of micro-batches of a step, and of those that exchange gradients."""
 
 
 class Runner(Generic[V]):
     """Measures variants on this rank, in blocks of steps that are interleaved."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.world = bench, bench.world
 
     def block(self, record: Record[V], steps: int) -> None:
-        """Make this many measured steps of one variant; every rank calls it."""
+        """Make this number of measured steps of one variant; every rank calls it."""
         raise NotImplementedError
 
-    def interleave(
-        self,
-        records: Sequence[Record[V]],
-        rounds: int,
-        steps: int,
-        progress: Progress,
-        what: str,
-        end_s: float = math.inf,
-    ) -> None:
-        """Make blocks of all variants that work; each round begins with another, so that none always follows one.
+    def interleave(self, records: Sequence[Record[V]], rounds: Rounds, what: str = "measuring") -> None:
+        """Make blocks of all variants that work, and show each round as `what`.
 
-        Args:
-            records: what gets the blocks.
-            rounds: each has one block in each.
-            steps: measured ones of a block.
-            progress: shows each round.
-            what: these rounds, in words.
-            end_s: by `time.time`, when to end: no round begins that would be late. Two are made anyhow.
+        Each round begins with another variant, so that none always follows the same one.
         """
-        longest_s = 0.0
-        for number in progress.track(range(rounds), what):
-            left_s = min(self.world.gather(end_s - time.time(), "looking at the clock"))
+        progress, longest_s = self.bench.progress, 0.0
+        for number in progress.track(range(rounds.count), what):
+            left_s = min(self.world.gather(rounds.end_s - time.time(), "looking at the clock"))
             if number >= LEAST_ROUNDS and longest_s > left_s:
                 break
             started_s, shift = time.perf_counter(), number % len(records)
             for record in (*records[shift:], *records[:shift]):
-                progress.say(f"{what}: {record.variant.name}, round {number + 1} of {rounds}")
-                if record.failure is None and (number < LEAST_ROUNDS or not record.brief):
-                    self.block(record, 1 if record.brief else steps)
+                name = record.variant.name
+                progress.say(f"{what}: {name}, round {number + 1} of {rounds.count}")
+                if record.failure is None and (number < LEAST_ROUNDS or name not in rounds.brief):
+                    self.block(record, 1 if name in rounds.brief else rounds.steps)
             longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
 
 
@@ -150,23 +134,23 @@ class VariantRunner(Runner[BucketVariant]):
     """One model on this rank, trained by one variant after the other, each block from the same state."""
 
     def __init__(
-        self, trained: Trained, world: World, timeout_s: float | None, warm_up_steps: int = WARM_UP_STEPS,
+        self, trained: Trained, bench: Bench, timeout_s: float | None, warm_up_steps: int = WARM_UP_STEPS,
         shrink: float = 1.0,
     ) -> None:  # fmt: skip
-        """The state that blocks begin with is the present one, that of the random generators included.
+        """Keep the present state, that of the random generators included: blocks begin with it.
 
         Args:
-            trained: what all variants train.
-            world: its ranks.
+            trained: the model that all variants train.
+            bench: its ranks.
             timeout_s: deadline of every wait; default 300 s.
             warm_up_steps: the first of each block, which do not count.
-            shrink: how many times larger the bytes are that the model stands for; DDP's bucket sizes are of those.
+            shrink: bytes of the model that is rehearsed per byte of this one; DDP's bucket sizes are of the former.
         """
-        super().__init__(world)
+        super().__init__(bench)
         self._shrink = shrink
         self.trained, self._timeout_s, self._warm_up_steps = trained, timeout_s, warm_up_steps
         self.model = trained.model
-        self._device = next(self.model.parameters()).device
+        self._device = bench.device
         self._generators = generators()
         self._missing = self._unused = False
         self._micro_batches = (1, 1)
@@ -174,7 +158,7 @@ class VariantRunner(Runner[BucketVariant]):
         self.backward_us: list[float] = []
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:
-        """Warm up and make so many steps of one variant, after which everything is as it was."""
+        """Warm up and make this number of steps of one variant, after which everything is as it was."""
         failure = None
         try:
             self._block(record, steps)
@@ -206,26 +190,25 @@ class VariantRunner(Runner[BucketVariant]):
                 raise InputError(f"--strategy {variant.name}: {error}") from error
 
     def warm_up(self, baseline: BucketVariant) -> None:
-        """Do what is slow only once; find out whether parameters go unused."""
+        """Make the steps that are slow only once, and find out whether parameters go unused."""
         self.block(Record(baseline), 1)
         self._unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
-    def measure(
-        self, records: list[Record[BucketVariant]], rounds: int, steps: int, progress: Progress, end_s: float = math.inf
-    ) -> Measured:
-        """Interleave blocks of all variants, then time their messages alone; fill and return the records."""
-        self.interleave(records, rounds, steps, progress, "measuring", end_s)
+    def measure(self, variants: Sequence[BucketVariant], rounds: Rounds) -> Measured:
+        """Interleave blocks of all variants, then time their messages alone."""
+        records = [Record(variant) for variant in variants]
+        self.interleave(records, rounds)
         for record in records:
             if record.variant.plan is not None and not record.variant.delay and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
-                    record.alone_us = self.alone(record.variant.plan, brief=record.brief)
+                    record.alone_us = self.alone(record.variant.plan, brief=record.variant.name in rounds.brief)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
         backward_us = max(self.world.gather(backward_us, "the time of backward"))
         return Measured(records, backward_us, self._micro_batches)
 
     def warm_up_steps(self, record: Record[BucketVariant]) -> int:
-        """Return the steps of a block that do not count."""
+        """Return the number of steps of a block that do not count."""
         return max(self._warm_up_steps, record.variant.least_warm_up)
 
     def _block(self, record: Record[BucketVariant], steps: int) -> None:
@@ -237,13 +220,13 @@ class VariantRunner(Runner[BucketVariant]):
             self.model.zero_grad(set_to_none=True)
             with self._communicating(variant, optimizer) as forward, self._watched(variant, optimizer):
                 self.world.gather(None, "the start of a block")
-                restore_generators(self._generators)  # the same masks for everyone, whatever was drawn on the way here
+                restore_generators(self._generators)  # the same masks for all variants, whatever was drawn before
                 if variant.plain_ddp and not self._first_step.taken:
                     self._first_step.begin()
                 for step in range(warm_up_steps + variant.whole_cycles(steps)):
                     synchronize(self._device)
                     start = time.perf_counter()
-                    loss = self.trained.step(forward, optimizer, step, in_ddp=variant.kind == "ddp")
+                    loss = self.trained.step(forward, optimizer, step)
                     synchronize(self._device)
                     times.append((time.perf_counter() - start) * 1e6)
                     losses.append(loss)
@@ -252,13 +235,13 @@ class VariantRunner(Runner[BucketVariant]):
                     elif step == 0 and variant.plain_ddp:
                         self._first_step.take_ddp()
         measured = times[warm_up_steps:]
-        # Steps of a delay differ from each other: what counts is their mean over whole cycles of k.
+        # Steps of a delay differ from each other: their mean over whole cycles of k counts.
         record.step_us.append([statistics.fmean(measured)] * steps if variant.delay else measured)
         record.losses.append(losses)
 
     @contextmanager
     def _watched(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Without communication: note the time from forward to the optimizer's step, and if gradients are missing."""
+        """Note the time from forward to the optimizer's step, and missing gradients, of steps without communication."""
         if variant.kind != "no_communication":
             yield
             return
@@ -285,7 +268,7 @@ class VariantRunner(Runner[BucketVariant]):
 
     @contextmanager
     def _communicating(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
-        """What to call in place of the model, while its gradients travel as the variant says."""
+        """Yield the module to call in place of the model, while gradients are sent as the variant says."""
         if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
             yield self.model
@@ -351,13 +334,13 @@ class VariantRunner(Runner[BucketVariant]):
             return {"bucket_cap_mb": cap_mib}
         if cap_mib is not None:
             return {"bucket_cap_mb": cap_mib / self._shrink}
-        # As DDP's own two limits, of which only the second one is an argument.
+        # DDP's own two limits, of which only the second one is an argument of its own.
         return {"bucket_cap_mb_list": [limit / MIB / self._shrink for limit in (FIRST_BUCKET_BYTES, BUCKET_BYTES)]}
 
     def distinct(
         self, caps: Sequence[tuple[float, BucketVariant]], variants: Sequence[BucketVariant]
     ) -> list[tuple[float, BucketVariant]]:
-        """Return the bucket sizes that give other buckets of this model than DDP's default and those before them."""
+        """Return the bucket sizes whose buckets of this model differ from DDP's default's and earlier ones'."""
         parameters = trainable_parameters(self.model)
         plan = next(one.plan for one in variants if one.name == PLAN)
         assert plan is not None
@@ -371,46 +354,32 @@ class VariantRunner(Runner[BucketVariant]):
         return [(cap, variant) for cap, variant in caps if cap in wanted]
 
     def alone(self, plan: Plan, *, brief: bool = False) -> float:
-        """Return microseconds of a plan's messages with nothing else going on: median of rounds on the slowest rank.
+        """Return the microseconds of a plan's messages with nothing else to do: median of rounds on the slowest rank.
 
         The first exchange of a new group takes a quarter longer: it is left out, unless it is long (`brief`).
         """
         if plan.sharded:  # its messages are the halves of all-reduces
             plan = replace(plan, updates=None)
         session = self._attach(None, plan)
-        times = []
         try:
             # Long steps have little warm-up.
             repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)
-            for _ in range(repeats + (not brief)):
-                self.world.gather(None, "messages alone")
-                times.append(timed_us(session.exchange_alone, self._device))
+            bench = replace(self.bench, progress=Progress())
+            times_us = bench.times_us([session.exchange_alone], repeats, "messages alone", warm_up=not brief)
         finally:
             session.detach()
-        everyone: list[list[float]] = self.world.gather(times[-repeats:], "messages alone")
-        slowest: list[float] = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-        return statistics.median(slowest)
+        return float(median_of_slowest(times_us)[0])
 
 
 def compare_rank(
-    spec: str,
-    variants: Sequence[BucketVariant],
-    caps: Sequence[tuple[float, BucketVariant]],
-    rounds: int,
-    steps: int,
-    device: str,
-    show_progress: bool,
-    timeout_s: float | None = None,
+    spec: str, lineup: Lineup, rounds: Rounds, device: str, show_progress: bool, timeout_s: float | None = None
 ) -> Measured:
     """Measure a job on this rank; every rank calls it.
 
     Args:
         spec: the job's name.
-        variants: all but DDP's best bucket size; the first is the no-communication baseline.
-        caps: bucket sizes of DDP to try, each with what takes part if it is the best; those that give the buckets of
-            another one count once.
-        rounds: each variant has one block in each.
-        steps: measured ones of a block.
+        lineup: the variants; bucket sizes of DDP whose buckets are those of another one count once.
+        rounds: of blocks.
         device: `cpu` or `cuda`.
         show_progress: whether the first rank shows bars.
         timeout_s: deadline of every wait; default 300 s.
@@ -425,41 +394,29 @@ def compare_rank(
             world.broadcast([*exchanged_parameters(built.model), *exchanged_buffers(built.model)])
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(SEED + 1 + world.rank)  # ranks drop out other activations, as those of DDP's users do
-        runner = VariantRunner(TrainedJob(built), world, timeout_s)
-        return measure_all(runner, variants, caps, rounds, steps, Progress(show_progress and world.rank == 0))
+        bench = Bench(world, built.device, Progress(show_progress and world.rank == 0))
+        return measure_all(VariantRunner(TrainedJob(built), bench, timeout_s), lineup, rounds)
 
 
-def measure_all(
-    runner: VariantRunner,
-    variants: Sequence[BucketVariant],
-    caps: Sequence[tuple[float, BucketVariant]],
-    rounds: int,
-    steps: int,
-    progress: Progress,
-    end_s: float = math.inf,
-    choice: Sweep = Sweep(),
-    brief: Collection[str] = (),
-) -> Measured:
-    """See `compare_rank`, `interleave` and, of the names in `brief`, `Record`.
-
-    The runner is between these variants and DDP's best bucket size.
-    """
+def measure_all(runner: VariantRunner, lineup: Lineup, rounds: Rounds, choice: Sweep = Sweep()) -> Measured:
+    """Find DDP's best bucket size by `choice`, then measure it among the variants of a lineup."""
+    variants = list(lineup.variants)
     runner.check(variants)
     runner.warm_up(variants[0])
-    taking_part, default = list(variants), next(variant for variant in variants if variant.name == DDP)
+    default = next(variant for variant in variants if variant.name == DDP)
     rivals: dict[float | None, Record[BucketVariant]] = {
-        cap: Record(variant) for cap, variant in runner.distinct(caps, variants)
+        cap: Record(variant) for cap, variant in runner.distinct(lineup.caps, variants)
     }
     if rivals:
         tried = {None: Record(default), **rivals}
-        runner.interleave(list(tried.values()), choice.rounds, choice.steps, progress, "DDP's best bucket size")
+        every, final = (Rounds(count=count, steps=choice.steps) for count in (choice.rounds, choice.final_rounds))
+        runner.interleave(list(tried.values()), every, "DDP's best bucket size")
         tried = {cap: tried[cap] for cap in _fastest(runner.world, tried)[: choice.finalists]}
-        runner.interleave(list(tried.values()), choice.final_rounds, choice.steps, progress, "the fastest of them")
+        runner.interleave(list(tried.values()), final, "the fastest of them")
         best = _fastest(runner.world, tried)[0]
         if best is not None:
-            taking_part.insert(taking_part.index(default) + 1, rivals[best].variant)
-    records = [Record(variant, brief=variant.name in brief) for variant in taking_part]
-    return runner.measure(records, rounds, steps, progress, end_s)
+            variants.insert(variants.index(default) + 1, rivals[best].variant)
+    return runner.measure(variants, rounds)
 
 
 def _fastest(world: World, tried: dict[float | None, Record[BucketVariant]]) -> list[float | None]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from planner.comparison.report import AnyRow, Comparison, failures
 from planner.report.frame import figure, frame_text, paragraphs, table
+from planner.report.listing import Listing
 
 ROW_PX, AROUND_PX = 40, 110
 LABEL_CHARACTER_PX = 7
@@ -24,10 +24,10 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
     words = ["A filled circle is the median step with its 95 % interval, an open diamond what was predicted."]
     columns, where = comparison.rows[0].COLUMNS, comparison.heading
     drawn = figure("steps", figures, "Step of each way to train", words, f"{title}, {where}, measured {measured}.")
-    cells = [[escape(row.cells().get(column, "")) for column in columns] for row in comparison.rows]
+    cells = [[row.cells().get(column, "") for column in columns] for row in comparison.rows]
     body = [
         paragraphs([*cause, *told]),
-        table("Ways to train, measured in interleaved blocks", columns, cells, texts=(0,)),
+        table(Listing("Ways to train, measured in interleaved blocks", columns, cells, columns[:1])),
         paragraphs(failures(comparison)),
         f"<section>\n<h2>Measured and predicted</h2>\n{drawn}\n</section>",
     ]

@@ -1,4 +1,4 @@
-"""What `planner compare` prints: a record for each variant, a table, and verdicts that respect the noise."""
+"""The output of `planner compare`: a record for each variant, a table, and verdicts that respect the noise."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from planner.comparison.same import judge_training
 from planner.comparison.statistics import Interval, hidden_share, median_interval, ratio_interval, step_values, verdict
 from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
+from planner.report.listing import Listing
 from runtime.monitor.verdict import cause_of_error
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from planner.comparison.measure import Measured
 
 
@@ -36,7 +36,7 @@ def timing(variant: Variant, interval: Interval | None, predicted_us: float | No
 
 
 def timing_cells(row: AnyRow, to: str) -> dict[str, str]:
-    """Return the cells that rows of every kind have; `to` stands between the ends of an interval."""
+    """Return the cells that rows of every kind have; `to` separates the ends of an interval."""
     return {
         "": row.name,
         STEP: milliseconds(row.median_us),
@@ -54,28 +54,28 @@ class Row:
     LEFT: ClassVar[tuple[str, ...]] = ("",)
     HEADING: ClassVar[str] = "{steps} steps each on {ranks} ranks, in {rounds} interleaved rounds"
     place: ClassVar[float] = 0.0
-    """Tables have them in the order in which they were asked for."""
+    """Sort key in tables, which keep the order of the variants."""
     name: str
     median_us: float | None
     ci95_us: tuple[float, float] | None
     exposed_us: float | None
-    """What its step takes longer than the no-communication baseline's."""
+    """Time of its step beyond the no-communication baseline's."""
     hidden_share: float | None
-    """Of the communication that could be hidden; None where its messages could not be sent alone."""
+    """Hidden share of the communication that could be hidden; None if its messages could not be sent alone."""
     predicted_us: float | None
     error: float | None
-    """predicted / measured − 1."""
+    """Prediction over measurement, minus 1."""
     alone_us: float | None
-    """All its messages with nothing else going on."""
+    """Time of all its messages without a backward."""
     buckets: int | None
     failure: str | None = None
     same_training: bool | None = None
-    """Of exact plans, whether weights and losses are DDP's; None where that cannot be told."""
+    """Whether weights and losses of an exact plan are DDP's; None if that cannot be told."""
     equal_to: str | None = None
-    """Another row that this one is no better than: there is no bucket size that is faster than DDP's default."""
+    """Name of a row that this one is no better than: no bucket size is faster than DDP's default."""
 
     def cells(self) -> dict[str, str]:
-        """Return texts by column; a column may be absent."""
+        """Return texts by column; those of some columns may be absent."""
         if self.equal_to is not None:
             return {"": BEST_DDP, STEP: f"equal to {self.equal_to}"}
         if self.failure is not None or self.ci95_us is None:
@@ -102,14 +102,14 @@ class WrappingRow:
     ci95_us: tuple[float, float]
     predicted_us: float | None
     error: float | None
-    """predicted / measured − 1."""
+    """Prediction over measurement, minus 1."""
     groups: int
     difference: float
     """Difference of weights; 0: bit for bit those of a group for each block."""
 
     @property
     def place(self) -> float:
-        """Tables have the fastest first."""
+        """Sort key in tables, which have the fastest first."""
         return self.median_us
 
     def cells(self) -> dict[str, str]:
@@ -124,22 +124,22 @@ AnyRow = Row | WrappingRow
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All of one run."""
+    """The results of one run."""
 
     rows: tuple[AnyRow, ...]
     verdicts: tuple[str, ...]
     rounds: int
     steps: int
-    """Measured ones of each variant."""
+    """Number of measured steps of each variant."""
     ranks: int
     cause: str | None = None
-    """Why predictions are off, where they are."""
+    """Reason why predictions are off, if they are."""
     differences: tuple[str, ...] = ()
-    """Of exact plans that do not train as DDP does: the comparison does not hold."""
+    """Sentences about exact plans that do not train as DDP does: the comparison does not hold."""
 
     @property
     def heading(self) -> str:
-        """How often what was measured."""
+        """Return the number of ranks, steps and rounds, in words."""
         return self.rows[0].HEADING.format(steps=self.steps, ranks=self.ranks, rounds=self.rounds)
 
     def to_document(self) -> list[dict[str, Any]]:
@@ -148,8 +148,6 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the cause of wrong predictions, the table, verdicts, what does not work, and what trains otherwise."""
-        from rich.console import Console
-
         console = Console(width=160, markup=False, emoji=False, force_terminal=False)
         with console.capture() as table:
             console.print(comparison_table(self))
@@ -201,7 +199,7 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
 
 
 def _with_best_ddp(rows: list[Row], values: Mapping[str, NDArray[np.float64]]) -> list[Row]:
-    """DDP's best bucket size is another than its default only where that is beyond the noise."""
+    """Return rows in which DDP's best bucket size differs from its default only if that is beyond the noise."""
     default = next(row for row in rows if row.name == DDP)
     for index, row in enumerate(rows):
         if row.name.startswith(BEST_DDP):
@@ -226,7 +224,7 @@ def _cause(rows: Mapping[str, Row]) -> str | None:
 
 
 def values_by_name(measured: Sequence[Measured]) -> dict[str, NDArray[np.float64]]:
-    """Return what each step of each variant that works took, from what each rank saw. Shapes (rounds, steps)."""
+    """Return the times of steps, in µs, of each variant that works, from all ranks' records. Shapes (rounds, steps)."""
     values = {}
     for index, record in enumerate(measured[0].records):
         if record.failure is None:
@@ -247,18 +245,14 @@ def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) ->
     return lines
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Make a table for the terminal."""
-    from planner.report.tables import make_table
-
+def comparison_table(comparison: Comparison) -> Listing:
+    """Return the table for the terminal."""
     kind = comparison.rows[0]
-    table = make_table(comparison.heading, kind.COLUMNS, left=kind.LEFT)
-    for row in sorted(comparison.rows, key=lambda row: row.place):
-        cells = row.cells()
-        table.add_row(*(cells.get(column, "") for column in row.COLUMNS))
-    return table
+    ordered = [row.cells() for row in sorted(comparison.rows, key=lambda row: row.place)]
+    rows = [[cells.get(column, "") for column in kind.COLUMNS] for cells in ordered]
+    return Listing(comparison.heading, kind.COLUMNS, rows, kind.LEFT)
 
 
 def failures(comparison: Comparison) -> list[str]:
-    """Say why what does not work does not."""
+    """Return a sentence for each variant that does not work, with the reason."""
     return [f"{row.name} does not work here: {row.failure}" for row in comparison.rows if row.failure is not None]

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from planner.comparison.measure import Measured
 
 TOLERANCE = 0.01
-"""How far the first update of a parameter may be from DDP's, as a share of its length, at the least."""
+"""Distance of the first update of a parameter from DDP's that is always allowed, as a share of its length."""
 
 ROUNDING = 4.0
-"""… and this times √ε of the parameter's dtype: what rounding to it, and an optimizer that divides by the gradient's
-size, make of sums that were taken in another order."""
+"""Distance that is allowed as well, in √ε of the parameter's dtype: the effect of rounding, and of an optimizer that
+divides by the gradient's size, on sums that were taken in another order."""
 
 
 LOSS_TOLERANCE = 1e-3
-"""Relative."""
+"""Relative difference of losses that is allowed."""
 
 SURE_STEPS = 3
-"""Sums of more than two ranks may be taken in another order, and training multiplies what they differ by: there no more
-than the first losses say whether it is the same training. DDP itself, with other buckets, ends with others."""
+"""Number of first losses that are compared on more than two ranks: sums may be taken in another order there, and
+training multiplies their differences. DDP itself, with other buckets, ends with other losses."""
 
 NOISE = 3.0
-"""Where DDP's own blocks differ, others may differ so many times as much."""
+"""Factor by which others may differ more than DDP's own blocks do."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Deviation:
 
     name: str
     share: float
-    """Of the length of DDP's update."""
+    """Distance as a share of the length of DDP's update."""
     allowed: float
 
     @property
     def ratio(self) -> float:
-        """More than 1 is more than rounding."""
+        """Distance over what is allowed; more than 1 is more than rounding."""
         return self.share / self.allowed
 
 
@@ -63,10 +63,11 @@ class FirstStep:
         self._lengths: list[float] = []
 
     def begin(self) -> None:
-        """Keep the weights, for DDP's first step comes next: to tell what it adds to them."""
+        """Keep the weights before DDP's first step."""
         self._start = [parameter.detach().clone() for parameter in self._parameters.values()]
 
     def take_ddp(self) -> None:
+        """Keep the weights after DDP's first step."""
         assert self._start is not None
         self._reached = [parameter.detach().clone() for parameter in self._parameters.values()]
         self._lengths = [_length(now - before) for now, before in zip(self._reached, self._start, strict=True)]
@@ -103,22 +104,22 @@ def _length(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """What came out."""
+    """The result of the judgement."""
 
     same: dict[str, bool | None]
-    """By exact plan; None where that cannot be told."""
+    """Whether it is the same training, by exact plan; None if that cannot be told."""
     differences: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Between a block and the first one of plain DDP."""
+    """A difference between a block and the first one of plain DDP."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     ratio: float
-    """More than 1 is more than rounding."""
+    """Distance over what is allowed; more than 1 is more than rounding."""
     words: str
 
 
@@ -161,7 +162,7 @@ def judge_training(measured: Sequence[Measured]) -> Training:
 
 
 def _differences(measured: Sequence[Measured], index: int, sure: int | None) -> Iterator[_Difference]:
-    """Of all blocks of one variant on all ranks; losses of the first `sure` steps only."""
+    """Yield the differences of all blocks of one variant on all ranks; losses of the first `sure` steps only."""
     for rank, seen in enumerate(measured):
         record = seen.records[index]
         for deviation in record.deviations:

@@ -1,4 +1,4 @@
-"""`planner.compare`: a script measures its own step beside DDP's; and the command that starts such a script."""
+"""`planner.compare`: a script compares its own step with DDP's; and the command that starts such a script."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import nn
 from planner.comparison.measure import VariantRunner, measure_all
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.trained import TrainedScript
-from planner.comparison.variants import make_variants, sweep
+from planner.comparison.variants import Rounds, make_lineup
 from planner.documents.profile import Profile, load_profile
 from planner.documents.text import as_names
 from planner.jobs.job import find_job
 from planner.jobs.training import attribute_user_errors
 from planner.model.problem import make_problem
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench, Progress
 from planner.profile.step import joined
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
@@ -42,19 +42,18 @@ HINT = """put these lines before its loop, where step(model) makes one training 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What `planner compare script.py` was asked for; it takes the place of what the script's own call says."""
+    """The options of `planner compare script.py`, in place of those of the script's own call."""
 
     plan: Plan
     profile: Profile | None
-    strategies: tuple[str, ...]
-    steps: int
-    rounds: int
+    strategies: Sequence[str]
+    rounds: Rounds
     timeout_s: float | None
-    show_progress: bool
+    show_progress: bool = True
 
 
 class _Answered(BaseException):
-    """Ends a script that the command has started: there is what it was started for. No script catches it by chance."""
+    """Ends a script that the command has started once it has compared. No script catches it by chance."""
 
     def __init__(self, comparison: Comparison) -> None:
         super().__init__("measured")
@@ -62,7 +61,7 @@ class _Answered(BaseException):
 
 
 _asked: Asked | None = None
-"""In the ranks of the command."""
+"""The options in the ranks of the command."""
 
 
 def compare(
@@ -85,14 +84,14 @@ def compare(
     Args:
         session: attached, with an optimizer; without a delay.
         step: makes one whole training step of the model that it is given, which is the script's own or DDP around it:
-            zero_grad, forward, backward, the optimizer's step, all with the same batch in each call. What it returns is
-            the loss, where that is a number or a tensor of one element. `session.no_sync()` works inside.
+            zero_grad, forward, backward, the optimizer's step, all with the same batch in each call. It may return the
+            loss, a number or a tensor of one element. `session.no_sync()` works inside.
         plan: to judge, or its path; default: the session's.
         profile: for predictions of what is not the plan, and for `strategies`; or its path.
         strategies: further ones, by name.
         steps: measured ones of each variant.
-        rounds: that these are spread over; default: 5, or as many as steps.
-        also: what else `step` changes, such as a scheduler or a GradScaler: put back by its state_dict.
+        rounds: number of rounds of these steps; default: 5, or as many as steps.
+        also: other objects that `step` changes, such as a scheduler or a GradScaler; restored by their state_dict.
         timeout_s: deadline of every wait; default 300 s.
 
     Returns:
@@ -107,26 +106,23 @@ def compare(
         plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
         profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
         strategies=as_names(strategies),
-        steps=steps,
         rounds=check_rounds(steps, rounds),
         timeout_s=timeout_s,
-        show_progress=True,
     )
     if session.world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
     if session.optimizer is None:
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
     problem = None if asked.profile is None else make_problem(asked.profile)
-    them, caps = make_variants(asked.plan, problem, asked.strategies), sweep(asked.plan, problem)
+    lineup = make_lineup(asked.plan, problem, asked.strategies)
     changed = also if isinstance(also, Sequence) else (also,)
     trained = TrainedScript(session.model, session.optimizer, step, changed)
     with (
         session.aside("planner.compare", lambda: trained.no_sync()),
         joined(session.world.group, asked.timeout_s) as world,
     ):
-        runner = VariantRunner(trained, world, asked.timeout_s)
-        progress = Progress(asked.show_progress and world.rank == 0)
-        mine = measure_all(runner, them, caps, asked.rounds, asked.steps // asked.rounds, progress)
+        bench = Bench(world, session.device, Progress(asked.show_progress and world.rank == 0))
+        mine = measure_all(VariantRunner(trained, bench, asked.timeout_s), lineup, asked.rounds)
         comparison = summarize(world.gather(mine, "collecting what ranks measured"))
     if _asked is not None:
         raise _Answered(comparison)
@@ -136,8 +132,9 @@ def compare(
 def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:
     """Return (file or module, whether it is a script) of what a command names, before anything is started.
 
-    Raises InputError where there is no such file, or a job is given a script's arguments; or a script that calls
-        `planner.compare` nowhere, which would train to its end for nothing.
+    Raises:
+        InputError: there is no such file, a job is given a script's arguments, or a script calls `planner.compare`
+            nowhere and would train to its end for nothing.
     """
     if not named.endswith(".py"):
         if arguments:
@@ -157,8 +154,9 @@ COMPARE, DYNAMIC = re.compile(r"\bcompare\b"), re.compile(r"\b(importlib|__impor
 
 
 def _may_compare(script: Path) -> bool:
-    """Whether a script, or a module that it imports and that is not an installed library, may call `planner.compare`:
-    they say the word, or what they run cannot be known from their text.
+    """Return whether a script may call `planner.compare`, also in modules that it imports but for installed libraries.
+
+    It may if they contain the word, or if what they run cannot be known from their text.
     """
     todo, seen = [script], set[Path]()
     while todo:
@@ -174,21 +172,21 @@ def _may_compare(script: Path) -> bool:
         if COMPARE.search(text) or DYNAMIC.search(text):
             return True
         for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom):
-                package = path.parents[node.level - 1] if node.level else None
-                base = (node.module or "").split(".") if node.module else []
-                for name in names:
-                    todo += _sources([*base, name], package or script.parent)
-            else:
-                for name in names:
-                    todo += _sources(name.split("."), script.parent)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level = node.level if isinstance(node, ast.ImportFrom) else 0
+                folder = path.parents[level - 1] if level else script.parent
+                base = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+                for alias in node.names:
+                    todo += _sources(f"{base}{alias.name}".split("."), folder)
     return False
 
 
 def _sources(parts: Sequence[str], folder: Path) -> Iterator[Path]:
-    """Return the files that importing a module of this dotted name runs: below `folder`, or of a package that is
-    installed from its sources.
+    """Yield the files that importing a module runs: below `folder`, or of a package that is installed from its sources.
+
+    Args:
+        parts: of the module's dotted name.
+        folder: where the import looks first.
     """
     if not any((folder / f"{parts[0]}{ending}").exists() for ending in ("", ".py")):
         try:
@@ -208,21 +206,26 @@ def _sources(parts: Sequence[str], folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def check_rounds(steps: int, rounds: int | None) -> int:
-    """Return how many rounds the steps are spread over. Raises InputError where that does not go."""
+def check_rounds(steps: int, rounds: int | None) -> Rounds:
+    """Return the rounds that measured steps are spread over, by default 5 or as many as steps.
+
+    Raises:
+        InputError: there are less than two rounds, or less steps than rounds.
+    """
     spread = min(ROUNDS, steps) if rounds is None else rounds
     if not 2 <= spread <= steps <= MAX_STEPS:
         raise InputError(
             f"--rounds {spread} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}; "
             f"correct them"
         )
-    return spread
+    return Rounds(count=spread, steps=steps // spread)
 
 
 def script_rank(path: str, arguments: Sequence[str], asked: Asked) -> Comparison:
     """Run a script as `python path arguments` would, up to its call of `planner.compare`; on every rank.
 
-    Raises InputError where the script raises, or ends without that call.
+    Raises:
+        InputError: the script raises, or ends without that call.
     """
     global _asked
     _asked = asked

@@ -1,4 +1,4 @@
-"""Medians, intervals and verdicts of steps that were measured in interleaved blocks. Never imports torch."""
+"""Medians, intervals and verdicts of steps that were measured in interleaved blocks. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from runtime.monitor.verdict import half_interval, t_quantile
 
 TELLING = 0.02
-"""The difference of two steps that a comparison should tell from noise."""
+"""The relative difference of two steps that a comparison should tell from noise."""
 MOST_ROUNDS = 10_000
 MOST_EXPONENT = 50.0
-"""Of a bound that is as good as none, and still a number."""
+"""Largest logarithm of a bound, so that it is a finite number."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Interval:
     low: float
     high: float
     rounds: int = 0
-    """What it was measured in."""
+    """Number of rounds in which it was measured."""
 
     @classmethod
     def of(cls, value: float, logarithms: Sequence[float]) -> Interval:
         """Return the interval of a value of which each round gives one, as its logarithm.
 
-        Rounds are what is independent: steps of one round are alike, however many they are. Of few rounds Student's t
-        makes the interval wide, as it has to be.
+        Only rounds are independent: steps of one round are alike, for any number of them. For few rounds Student's t
+        makes the interval as wide as it has to be.
         """
         factor = math.exp(min(half_interval(logarithms), MOST_EXPONENT))
         return cls(value, value / factor, value * factor, len(logarithms))
 
     @property
     def telling_rounds(self) -> int | None:
-        """How many rounds would tell a difference of `TELLING`, as far as these show; None: these do."""
+        """Estimated number of rounds that would tell a difference of `TELLING`; None: these do."""
         wanted, half = math.log1p(TELLING), math.log(self.high / self.value) if self.value > 0.0 else 0.0
         if half <= wanted or self.rounds < 2:
             return None
@@ -51,9 +51,9 @@ class Interval:
 
 
 def step_values(step_us: NDArray[np.float64], *, together: bool) -> NDArray[np.float64]:
-    """Return what a step took, from what each rank saw of it. Shape (ranks, rounds, steps) → (rounds, steps).
+    """Return the time of each step from those of each rank. Shape (ranks, rounds, steps) → (rounds, steps).
 
-    Where ranks wait for one another in each step (`together`), each sees the same step, cut at another place: the mean
+    If ranks wait for one another in each step (`together`), each sees the same step, cut at another place: the mean
     counts. Otherwise the slowest one does, as it would if they waited.
     """
     seen: NDArray[np.float64] = step_us.mean(axis=0) if together else step_us.max(axis=0)
@@ -68,7 +68,7 @@ def median_interval(values: NDArray[np.float64]) -> Interval:
 def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
     """Return the geometric mean over rounds of the ratio of two medians, which were interleaved within each.
 
-    Rounds of which one has a block alone are left out.
+    Rounds with a block of only one of them are left out.
     """
     both = min(len(values), len(reference))
     ratios = [a - b for a, b in zip(_log_medians(values[:both]), _log_medians(reference[:both]), strict=True)]
@@ -76,7 +76,14 @@ def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) 
 
 
 def verdict(ratio: Interval, what: str, reference: str, steps: int) -> str:
-    """Say it in words; a difference inside the noise is not called one. `steps`: measured ones of a round."""
+    """Describe a ratio; a difference inside the noise is not called one.
+
+    Args:
+        ratio: of two steps.
+        what: the numerator, in words.
+        reference: the denominator, in words.
+        steps: measured ones of a round.
+    """
     around = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
     if ratio.low <= 1.0 <= ratio.high:
         text = f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} {around}"

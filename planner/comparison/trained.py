@@ -1,14 +1,15 @@
-"""What variants train: a job, of which each block makes a new optimizer, or the model of a script with its own."""
+"""The model that variants train: a job, of which each block makes a new optimizer, or a script's with its own."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors
 from runtime.errors import InputError
@@ -22,25 +23,28 @@ class Trained:
     """A model with a way to make one step of it."""
 
     name: str
-    """Stands before messages of what its functions raise."""
+    """Prefix of the messages of errors that its functions raise."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Of the variant whose block runs: inside, gradients only accumulate."""
+        """Context of the variant whose block runs, in which gradients only accumulate."""
 
     def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Leave everything that steps change as it was."""
+        """Restore everything that steps change, on leaving."""
         return preserved(self.model, optimizer)
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of the block that begins."""
         raise NotImplementedError
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, in_ddp: bool) -> float | None:
-        """Make one step, the `number`-th of its block, from 0, and return the loss where it is known.
+    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+        """Make one step and return its loss, if it is known.
 
-        `forward` is called in place of the model: with `in_ddp` it is DDP around that.
+        Args:
+            forward: the model, or DDP around it.
+            optimizer: of the block.
+            number: of the step in its block, from 0.
         """
         raise NotImplementedError
 
@@ -54,17 +58,13 @@ class TrainedJob(Trained):
         self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """See `Trained`."""
+        """Make an optimizer."""
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         return self._built.job.optimizer(trained)
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, in_ddp: bool) -> float | None:
-        """See `Trained`."""
-        optimizer.zero_grad()
-        loss = self._built.loss(forward, self._batches[number % KEPT_BATCHES])
-        self._built.backward(loss, in_ddp=in_ddp)
-        optimizer.step()
-        return float(loss.detach())
+    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+        """Make one step of the job; arguments as of `Trained.step`."""
+        return float(self._built.train(self._batches[number % KEPT_BATCHES], forward, optimizer))
 
 
 class TrainedScript(Trained):
@@ -79,25 +79,28 @@ class TrainedScript(Trained):
         step: Callable[[nn.Module], object],
         also: Sequence[Stateful],
     ) -> None:
-        """`also`: what else the step changes."""
+        """Train a model by `step`, which changes `also` as well."""
         super().__init__(model)
         self._optimizer, self._step, self._also = optimizer, step, also
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """See `Trained`."""
+        """Return the script's optimizer."""
         return self._optimizer
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, in_ddp: bool) -> float | None:
-        """See `Trained`. Raises InputError where the function calls another model than it is given."""
+    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+        """Make one step of the script; arguments as of `Trained.step`.
+
+        Raises:
+            InputError: the function calls another model than it is given.
+        """
         called: list[bool] = []
-        watch = forward.register_forward_pre_hook(lambda *_: called.append(True)) if in_ddp and number == 0 else None
-        try:
-            with attribute_user_errors(self.name):
-                loss = self._step(forward)
-        finally:
-            if watch is not None:
-                watch.remove()
-        if watch is not None and not called:
+        watched = number == 0 and isinstance(forward, DistributedDataParallel)
+        with ExitStack() as stack:
+            if watched:
+                stack.callback(forward.register_forward_pre_hook(lambda *_: called.append(True)).remove)
+            stack.enter_context(attribute_user_errors(self.name))
+            loss = self._step(forward)
+        if watched and not called:
             raise InputError(
                 f"{self.name}: found no call of the model that it is given, expected one: with DDP that is "
                 f"DistributedDataParallel(model); call it in place of the script's own"
@@ -108,7 +111,7 @@ class TrainedScript(Trained):
 
     @contextmanager
     def restored(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """See `Trained`."""
+        """Restore everything that steps change, on leaving, with what else the script named."""
         states = [copy.deepcopy(one.state_dict()) for one in self._also]
         try:
             with super().restored(optimizer):

@@ -1,11 +1,12 @@
-"""What is compared: no communication, DDP as its users tune it, named strategies and the plan. Never imports torch.
+"""The variants of a comparison: no communication, DDP as its users tune it, strategies and the plan. Torch-free.
 
 Wrappings for FSDP2 are in `planner.comparison.wrappings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,12 +36,12 @@ class Variant:
 
     @property
     def parts(self) -> int | None:
-        """The number of buckets or groups, where it is known."""
+        """Number of buckets or groups, if it is known."""
         return None
 
     @property
     def together(self) -> bool:
-        """Whether ranks wait for each other in each step."""
+        """Return whether ranks wait for each other in each step."""
         return True
 
 
@@ -53,56 +54,87 @@ class BucketVariant(Variant):
     """DDP's `bucket_cap_mb`; None is its default."""
     hook: Hook | None = None
     plan: Plan | None = None
-    """What is attached; for plain DDP its buckets, where they are known, so that they can be sent alone."""
+    """The attached plan; for plain DDP its buckets, if they are known, so that they can be sent alone."""
     exact: bool = True
     """Whether its gradients are DDP's, so that its losses have to be."""
 
     @property
     def predicted(self) -> Prediction | None:
-        """What its plan predicts."""
+        """Return the prediction of its plan."""
         return None if self.plan is None else self.plan.predicted
 
     @property
     def parts(self) -> int | None:
-        """See `Variant`."""
+        """Number of buckets, if it is known."""
         return None if self.plan is None else len(self.plan.buckets)
 
     @property
     def together(self) -> bool:
-        """See `Variant`."""
+        """Return whether ranks wait for each other in each step."""
         return self.kind != "no_communication"
 
     @property
     def plain_ddp(self) -> bool:
-        """Whether it is DDP without a hook, with whatever buckets."""
+        """Return whether it is DDP without a hook, with any buckets."""
         return self.kind == "ddp" and self.hook is None
 
     @property
     def delay(self) -> int:
-        """k of its plan, 0 without a delay."""
+        """Return k of its plan, 0 without a delay."""
         return 0 if self.plan is None or self.plan.delay is None else self.plan.delay.steps
 
     @property
     def least_warm_up(self) -> int:
-        """Steps that cannot count: where steps wait for what earlier ones have sent, the first one waits for nothing,
-        and the second for less, because the first one's weights are compared with DDP's.
+        """Number of steps that cannot count.
+
+        If steps wait for messages of earlier ones, the first one waits for nothing, and the second for less, because
+        the first one's weights are compared with DDP's.
         """
         return 2 if self.delay or (self.plan is not None and self.plan.gathers is not None) else 1
 
     def whole_cycles(self, steps: int) -> int:
-        """Return at least so many steps, as whole cycles of k."""
+        """Return at least this number of steps, as whole cycles of k."""
         return -(-steps // self.delay) * self.delay if self.delay else steps
 
 
-def make_variants(
+@dataclass(frozen=True)
+class Lineup:
+    """The variants with buckets that are compared."""
+
+    variants: Sequence[BucketVariant]
+    """All but DDP's best bucket size, which is found by measuring; the first is the no-communication baseline."""
+    caps: Sequence[tuple[float, BucketVariant]] = ()
+    """DDP's bucket sizes to try, in MiB, each with the variant that takes part if it is the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The interleaved rounds of a comparison, each with one block of steps of every variant."""
+
+    count: int
+    steps: int
+    """Measured steps of a block."""
+    end_s: float = math.inf
+    """Wall-clock time (`time.time`) by which rounds end: none begins that would be late, but for `LEAST_ROUNDS`."""
+    brief: Collection[str] = ()
+    """Names of variants whose steps are so slow that they take part in the fewest rounds, with one measured step, or
+    cycle, in each."""
+
+
+def make_lineup(
     plan: Plan, problem: Problem | None, strategies: Sequence[str], hooks: Sequence[Hook] = HOOKS
-) -> list[BucketVariant]:
-    """Return all variants but DDP's best bucket size, which is found by measuring.
+) -> Lineup:
+    """Return the variants that are compared with a plan.
 
-    Further strategies, by name, are made from the profile on its cluster (`problem`), where one was given.
+    Args:
+        plan: to judge.
+        problem: the profile on its cluster, for predictions and strategies.
+        strategies: further ones, by name.
+        hooks: of DDP, that are tried.
 
-    Raises InputError: strategies without a profile, an unknown strategy, or a profile of another model or world; local
-    updaters, which take no part.
+    Raises:
+        InputError: strategies without a profile, an unknown strategy, or a profile of another model or world; local
+            updaters, which take no part.
     """
     _refuse_updaters("--plan", plan)
     if problem is None and strategies:
@@ -129,7 +161,8 @@ def make_variants(
         made = lower(problem, make_schedule(problem, name))
         _refuse_updaters(f"--strategy {name}", made)
         found.append(_of_plan(name, made))
-    return [*found, _of_plan(PLAN, plan)]
+    caps = [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
+    return Lineup([*found, _of_plan(PLAN, plan)], caps)
 
 
 def _of_plan(name: str, plan: Plan) -> BucketVariant:
@@ -138,7 +171,7 @@ def _of_plan(name: str, plan: Plan) -> BucketVariant:
 
 
 def _refuse_updaters(option: str, plan: Plan) -> None:
-    """Variants train in interleaved blocks of steps in the ranks' own processes."""
+    """Raise InputError for local updaters: variants train in interleaved blocks in the ranks' own processes."""
     if plan.local_async is not None:
         raise InputError(
             f"{option}: found local updaters (local_async), whose steps cannot be interleaved with others; expected a "
@@ -148,7 +181,7 @@ def _refuse_updaters(option: str, plan: Plan) -> None:
 
 
 def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> BucketVariant:
-    """Return plain DDP with a bucket size, with its prediction where there is one."""
+    """Return plain DDP with a bucket size, with its prediction if there is one."""
     made = None
     if problem is not None:
         made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
@@ -157,13 +190,8 @@ def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None
     return BucketVariant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=predicted_us)
 
 
-def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, BucketVariant]]:
-    """Return DDP's bucket sizes to try, each with what takes part if it is the best."""
-    return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
-
-
 def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: Sequence[float]) -> list[float]:
-    """Return those of DDP's bucket sizes that give other buckets than its default, and than those before them.
+    """Return those of DDP's bucket sizes whose buckets differ from its default's and from those of earlier sizes.
 
     Gradients are in the order in which DDP lays them out, equal dtypes equal numbers.
     """

@@ -1,9 +1,9 @@
-"""What is compared for FSDP2: a plan's wrapping, and what users have instead. Never imports torch."""
+"""The variants of a comparison for FSDP2: a plan's wrapping, and what users have instead. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from planner.comparison.report import Comparison, WrappingRow, timing, values_by_name
@@ -25,18 +25,34 @@ ALIKE = 1e-3
 class Wrapping(Variant):
     """A model wrapped by FSDP2."""
 
-    spec: FullyShardPlan
+    plan: Plan
+    """The plan that wraps it."""
     peak_bytes: int | None = None
     """Predicted peak memory of one rank."""
 
     @property
+    def spec(self) -> FullyShardPlan:
+        """Return its groups and their prefetches."""
+        assert self.plan.fsdp2 is not None
+        return self.plan.fsdp2
+
+    @property
     def parts(self) -> int:
-        """See `Variant`; the root's group is one."""
+        """Number of groups, that of the root included."""
         return len(self.spec.groups) + 1
 
 
 def make_wrappings(plan: Plan, where: str, profile: str | None) -> list[Wrapping]:
-    """Return what is compared, the usual wrapping first. Raises InputError: no plan for FSDP2, or no profile."""
+    """Return what is compared, the usual wrapping first.
+
+    Args:
+        plan: to judge.
+        where: its file, for messages.
+        profile: file of the profile that it was made from.
+
+    Raises:
+        InputError: it is no plan for FSDP2, or there is no profile of its model.
+    """
     if plan.fsdp2 is None:
         raise InputError(
             f"{where}: found a plan with buckets, expected one for FSDP2: leave --parallel out, or make one"
@@ -51,15 +67,17 @@ def make_wrappings(plan: Plan, where: str, profile: str | None) -> list[Wrapping
     unknown = [module for group in plan.fsdp2.groups for module in group if module not in known]
     if unknown:
         raise InputError(f"--profile: found no module {unknown[0]!r} of {where}, expected the profile it was made from")
-    return wrappings_of(setting, plan.fsdp2)
+    return wrappings_of(setting, plan)
 
 
-def wrappings_of(setting: Setting, chosen: FullyShardPlan) -> list[Wrapping]:
-    """Return what users have instead, the usual wrapping first, and the chosen wrapping, each with its prediction."""
+def wrappings_of(setting: Setting, plan: Plan) -> list[Wrapping]:
+    """Return what users have instead, the usual wrapping first, and the plan's wrapping, each with its prediction."""
+    assert plan.fsdp2 is not None
     found = []
-    for name, spec in {**baselines_of(setting), PLAN: chosen}.items():
+    for name, spec in {**baselines_of(setting), PLAN: plan.fsdp2}.items():
         step = simulate(setting.shape, spec, setting.costs(spec.shard_ranks), setting.executor, bars=False)
-        found.append(Wrapping(name=name, spec=spec, predicted_us=step.iteration_us, peak_bytes=step.peak_bytes))
+        wrapping = Wrapping(name=name, plan=replace(plan, fsdp2=spec), predicted_us=step.iteration_us)
+        found.append(replace(wrapping, peak_bytes=step.peak_bytes))
     return found
 
 

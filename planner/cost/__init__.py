@@ -1,1 +1,1 @@
-"""What communication costs: one pure function per published formula, and curves through measured samples."""
+"""Costs of communication: one pure function per published formula, and curves through measured samples."""

@@ -18,7 +18,7 @@ from runtime.errors import InputError
 
 
 class Coefficients(NamedTuple):
-    """time_us = start_up_us + per_byte_us · bytes."""
+    """Start-up time and time per byte of a collective: time_us = start_up_us + per_byte_us · bytes."""
 
     start_up_us: float
     per_byte_us: float

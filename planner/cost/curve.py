@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.collectives import Coefficients
+from planner.documents.profile import merge_duplicates
 
 MAX_SLOPE = 1e30
 """Microseconds per byte: steeper is absurd, and sums of it would leave the range of numbers."""
@@ -16,7 +17,7 @@ MAX_SLOPE = 1e30
 class CostCurve:
     """Message bytes → time in microseconds; a line, or measured samples joined by lines.
 
-    Beyond the first and last sample the nearest segment goes on with slope ≥ 0; nothing is ever below 0.
+    Beyond the first and last sample the nearest segment continues with slope ≥ 0; nothing is ever below 0.
     """
 
     def __init__(self, knots_bytes: NDArray[np.float64], knots_us: NDArray[np.float64], line: Coefficients) -> None:
@@ -44,12 +45,12 @@ class CostCurve:
         return CostCurve(self._bytes, factor * self._us, line)
 
     def repeated(self, times: int) -> CostCurve:
-        """Return the curve of messages that travel in so many equal parts, one after the other."""
+        """Return the curve of messages that are sent in this number of equal parts, one after the other."""
         line = Coefficients(times * self.line.start_up_us, self.line.per_byte_us)
         return CostCurve(times * self._bytes, times * self._us, line)
 
     def of_share(self, share: float) -> CostCurve:
-        """Return the curve of messages of which only this share of the bytes is sent.
+        """Return the curve of messages if only this share of their bytes is sent.
 
         >>> float(CostCurve.from_line(Coefficients(5.0, 0.1)).of_share(0.5).at(100.0))
         10.0
@@ -59,17 +60,17 @@ class CostCurve:
 
     @property
     def start_up_us(self) -> float:
-        """The a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""
+        """Return the a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""
         return self.line.start_up_us
 
     @property
     def non_decreasing(self) -> bool:
-        """Whether a larger message never takes less time."""
+        """Return whether a larger message never takes less time."""
         return bool(np.all(np.diff(self._us) >= 0.0))
 
     @property
     def bends_bytes(self) -> NDArray[np.float64]:
-        """Between neighbours of these sizes, and beyond them, the curve is a line."""
+        """Return the sizes in bytes at which the curve bends: between neighbours, and beyond them, it is a line."""
         if not self._below_slope:
             return self._bytes
         with np.errstate(over="ignore"):
@@ -101,14 +102,6 @@ def _end_slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, 
     with np.errstate(over="ignore"):  # sizes may lie as close together as numbers can
         slopes = np.minimum(np.diff(y) / np.diff(x), MAX_SLOPE)
     return max(0.0, float(slopes[0])), max(0.0, float(slopes[-1]))
-
-
-def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
-    """Return, by bytes, the median time of the samples of that size."""
-    by_size: dict[float, list[float]] = {}
-    for size_bytes, time_us in samples:
-        by_size.setdefault(float(size_bytes), []).append(float(time_us))
-    return {size: float(np.median(times)) for size, times in by_size.items()}
 
 
 def fit_line(samples: Sequence[Sequence[float]]) -> Coefficients:

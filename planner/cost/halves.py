@@ -1,4 +1,4 @@
-"""What the two halves of an all-reduce cost apart: reduce-scatter (SSD-SGD's push) and all-gather (its pull).
+"""Costs of the two halves of an all-reduce: reduce-scatter (SSD-SGD's push) and all-gather (its pull).
 
 Where nodes have several ranks, these are between nodes, of each rank's part of the node's gradients, and gradients are
 averaged inside nodes before, and weights spread inside after them.
@@ -27,26 +27,26 @@ class Half:
 
     curve: CostCurve
     source: str
-    """Where the curve comes from, in words."""
+    """Origin of the curve, in words."""
     implied: bool = False
-    """Whether nobody said what it costs, so that it follows from the all-reduce."""
+    """Whether its cost is not known and follows from the all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCosts:
-    """What a worker of several ranks exchanges, over the bytes of the whole message."""
+    """Costs of what a worker of several ranks exchanges, over the bytes of the whole message."""
 
     push: Phase
-    """Between nodes; as `pull` of each rank's part."""
+    """Reduce-scatter between nodes, as `pull` of each rank's part."""
     pull: Phase
     scatter: Phase
-    """Inside: a reduce-scatter, and behind it a gather, average the node's gradients."""
+    """Reduce-scatter inside nodes; with a gather behind it, it averages the node's gradients."""
     gather: Phase
-    """Inside, also of what was pulled."""
+    """All-gather inside nodes, also of weights that were pulled."""
 
 
 def node_costs(cluster: Cluster) -> NodeCosts | None:
-    """Return None on nodes of one rank, on a single node, and where one of the two kinds of link has no cost."""
+    """Return None on nodes of one rank, on a single node, and where intra-node or inter-node links have no cost."""
     inside, nodes = cluster.ranks_per_node, cluster.nodes
     if 1 in (inside, nodes):
         return None
@@ -54,7 +54,7 @@ def node_costs(cluster: Cluster) -> NodeCosts | None:
         (REDUCE_SCATTER, "inter", nodes, 1.0 / inside), (ALL_GATHER, "inter", nodes, 1.0 / inside),
         (REDUCE_SCATTER, "intra", inside, 1.0), (ALL_GATHER, "intra", inside, 1.0),
     ]  # fmt: skip
-    # A cluster need not say what each kind of link costs: then nothing is planned between nodes.
+    # A cluster need not have costs of intra-node and inter-node links: then nothing is planned between nodes.
     try:
         phases = [phase_of(cluster, name, "ring", link, ranks, share) for name, link, ranks, share in asked]
     except InputError:
@@ -68,7 +68,7 @@ def worker_half(cost: CommunicationCost, collective: str) -> Half:
     between = node_costs(cost.cluster)
     if between is None:
         return half(cost, collective)
-    phase = between.push if collective == REDUCE_SCATTER else between.pull
+    phase = {REDUCE_SCATTER: between.push, ALL_GATHER: between.pull}[collective]
     known = measured_curve(cost.cluster, f"inter/{collective}") is not None
     computed = f"{collective}/ring with link constants" if cost.cluster.library is None else f"NCCL's {collective}"
     source = f"{'measured' if known else computed} between nodes"

@@ -1,4 +1,4 @@
-"""What a bucket costs of which matrices travel as products of two thin ones.
+"""Cost of a bucket whose matrices are sent as products of two thin ones.
 
 Every rank's left factors are all-reduced, then its right ones, which need the sums of the left, with all that is no
 matrix. Between the two messages the network waits for a product; compute is kept busy by others before and after them.
@@ -32,29 +32,29 @@ LAUNCHES = (24, 16, 1, 2)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Thin:
-    """What each gradient sends. Shapes (gradients,)."""
+    """Elements that each gradient sends. Shapes (gradients,)."""
 
     numel: Ints
-    """Of its elements."""
+    """Number of its elements."""
     left: Ints
     """Elements of its left factor; 0: it is sent as it is, with the second message."""
     right: Ints
-    """Of its right factor, or its own."""
+    """Elements of its right factor, or its own number."""
 
     @property
     def factored(self) -> NDArray[np.bool_]:
-        """Whether it is sent as a product."""
+        """Return whether each is sent as a product."""
         return np.asarray(self.left > 0)
 
     @cached_property
     def densities(self) -> Floats:
-        """The elements that are sent over those that there are; 1 where there are none."""
+        """Return the elements that are sent over those that there are; 1 if there are none."""
         return np.where(self.numel > 0, self.left + self.right, 1) / np.maximum(1, self.numel)
 
 
 def thin_of(numel: Ints, matrices: Ints, rank: int) -> Thin:
     """Return what gradients of so many elements send; `matrices`: their (rows, columns), 0 where there are none. Where
-    factors would be no fewer elements than the matrix, it travels as it is.
+    factors would be no fewer elements than the matrix, it is sent as it is.
     """
     rows, columns = matrices.T
     factored = rank * (rows + columns) < rows * columns
@@ -63,7 +63,7 @@ def thin_of(numel: Ints, matrices: Ints, rank: int) -> Thin:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankCost:
-    """What buckets spend on products of one rank; elementwise for arrays."""
+    """Cost of buckets with products of one rank; elementwise for arrays."""
 
     lines: LowRankLines
     all_reduce: CostCurve
@@ -116,8 +116,3 @@ def _at_rank(known: dict[int, LowRankLines], rank: int) -> LowRankLines:
         return Line(alpha_us=alpha_us, beta_us_per_byte=beta)
 
     return LowRankLines(**{part: line(part) for part in PARTS})
-
-
-def low_rank_cost(cluster: Cluster, rank: int, all_reduce: CostCurve) -> LowRankCost:
-    """Return what products of a rank cost on a cluster; `all_reduce`: of the library's, over bytes."""
-    return LowRankCost(lines=low_rank_lines(cluster, rank)[0], all_reduce=all_reduce)

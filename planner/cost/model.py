@@ -1,4 +1,4 @@
-"""From a cluster document to the cost of a collective on a number of ranks: samples, then lines, then formulas."""
+"""Cost of a collective on a number of ranks, from a cluster document: samples, then lines, then formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
-from planner.cost.phases import flat_hop
+from planner.cost.phases import flat_hop, measured_curve
 from planner.documents.profile import Cluster, Contention, Line, Link, Sample, SizeFactors
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Slowdown:
-    """How much a message and the computation beside it slow each other down, by the message's size.
+    """Factors by which a message and the computation during it slow each other down, by the message's size.
 
     Measured factors are joined by lines of speed (their reciprocals) over the logarithm of the size. Where every core
     computes, what a message waits for a core hardly depends on its size: small ones are slowed most, and speed over the
@@ -44,32 +44,32 @@ class Slowdown:
         return cls(np.log2(size), 1.0 / compute, 1.0 / network)
 
     def __call__(self, message_bytes: ArrayLike) -> tuple[Floats, Floats]:
-        """(factor of compute, factor of the network) while such a message is on its way, elementwise."""
+        """Return (factor of compute, factor of the network) while such a message is in flight, elementwise."""
         at = np.log2(np.maximum(np.asarray(message_bytes, dtype=np.float64), 1.0))
         compute = 1.0 / np.interp(at, self.log2_bytes, self.compute_speed)
         return compute, 1.0 / np.interp(at, self.log2_bytes, self.network_speed)
 
     @property
     def least(self) -> tuple[float, float]:
-        """The factors that no message falls below."""
+        """Return the factors that no message falls below."""
         return float(1.0 / self.compute_speed.max()), float(1.0 / self.network_speed.max())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationCost:
-    """What communication costs on one cluster with one number of ranks."""
+    """Cost of communication on one cluster with one number of ranks."""
 
     cluster: Cluster
     all_reduce: CostCurve
     """The library's flat all-reduce."""
     source: str
-    """Where the curve comes from, in words."""
+    """Origin of the curve, in words."""
     extrapolated: bool = False
     """Whether it was derived for another number of ranks than was measured."""
     interval: float | None = None
-    """By what share 9 of 10 measurements lie off at most, where a library's model says what messages cost."""
+    """Largest relative error of 9 of 10 measurements, if a library's model gives the costs."""
     link: Link | None = None
-    """The link that the measured all-reduce implies, where it was fitted: for collectives that nobody measured."""
+    """Link that the measured all-reduce implies, if it was fitted: for collectives that were not measured."""
 
     @property
     def contention(self) -> Contention:
@@ -82,7 +82,7 @@ class CommunicationCost:
 
     @cached_property
     def slowdown_of_gathers(self) -> Slowdown | None:
-        """The same for flat gathers of selected elements, where it was measured apart."""
+        """Return the same for flat gathers of selected elements, if it was measured separately."""
         return Slowdown.of(self.contention.gathers_by_size)
 
 
@@ -193,22 +193,22 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
 
 
 def _measured_key(cluster: Cluster) -> str:
-    """The key under which the flat all-reduce was measured; with one rank a node (or one node) one link is all."""
+    """Return the key of the measured flat all-reduce; with one rank a node (or one node) one link is all."""
     known = {*(cluster.samples or {}), *(cluster.collectives or {})}
     one_link = "inter/" if cluster.ranks_per_node == 1 else "intra/" if cluster.nodes == 1 else ""
     return f"{one_link}all_reduce" if "all_reduce" not in known and one_link else "all_reduce"
 
 
 def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
-    line, where = (cluster.collectives or {}).get(key), _emulated(cluster)
-    where += "" if cluster.scaled_from is None else f", scaled from {cluster.scaled_from} ranks"
-    fitted = None if line is None else Coefficients.of(line)
     # Calls in a queue before calls alone: in a step ranks have not just met at a barrier.
+    if (curve := measured_curve(cluster, key, queued=True)) is None:
+        return None
+    where = "" if cluster.scaled_from is None else f", scaled from {cluster.scaled_from} ranks"
+    where = f"{_emulated(cluster)}{where}"
     for curves, how in ((cluster.back_to_back, ", back to back"), (cluster.samples, "")):
         if curves is not None and key in curves:
-            source = f"{len(curves[key])} measured samples{how}{where}"
-            return CostCurve.from_samples(curves[key], fitted), source
-    return None if fitted is None else (CostCurve.from_line(fitted), f"fitted line{where}")
+            return curve, f"{len(curves[key])} measured samples{how}{where}"
+    return curve, f"fitted line{where}"
 
 
 def _emulated(cluster: Cluster) -> str:

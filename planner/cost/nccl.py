@@ -1,4 +1,4 @@
-"""What NCCL's collectives cost, and which algorithm and protocol it takes, from a short description of the machines.
+"""Cost of NCCL's collectives, and its choice of algorithm and protocol, from a short description of the machines.
 
 Latencies and bandwidths are those of NCCL's own tuning model: constants and formulas of src/graph/tuning.cc, rates of
 links of src/graph/topo.h, rates of channels of src/graph/search.cc (NCCL 2.30.7, commit 5067397). PyTorch's estimates
@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +39,11 @@ NCCL_VERSION = "2.30.7"
 UNMEASURED_INTERVAL = 0.35
 """9 of 10 published rows, predicted from machines alone, lie within 33 % (docs/results/validation.md)."""
 LAUNCH_US = 20.0
-"""Beside the model's latency, where nothing was measured: 8 A100 take 35 µs for the smallest call (SuperBench), and the
-model has 15 of them."""
+"""Time of a call that the model lacks, if nothing was measured: 8 A100 take 35 µs for the smallest call (SuperBench),
+and the model has 15 of them."""
 OVERLAP_INSIDE, OVERLAP_BETWEEN = 1.0, 1.8
-"""p on one node, as NCCL has it, and on several: that of all-gathers on 2 to 32 nodes of 8 H100 (AWS p5), which a fit
-to 2 and 4 of them puts at 1.9."""
+"""Exponents p on one node, as NCCL has it, and on several: that of all-gathers on 2 to 32 nodes of 8 H100 (AWS p5),
+which a fit to 2 and 4 of them puts at 1.9."""
 
 _GENERATIONS: tuple[Generation, ...] = ("volta", "ampere", "hopper", "blackwell")
 _PROTOCOLS = ("ll", "ll128", "simple")
@@ -59,7 +60,7 @@ _HARDWARE_US: Mapping[str, tuple[tuple[float, ...], ...]] = {
     "nvls_tree": ((0, 0, 25.0), (0, 0, 0), (0, 0, 20.9)),
     "pat": ((0, 0, 4.0), (0, 0, 4.0), (0, 0, 14.0)),
 }
-"""By algorithm, link (NVLink, PCIe, network) and protocol."""
+"""Latency of a step in µs by algorithm, link (NVLink, PCIe, network) and protocol."""
 _LL_MAX = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 _RING_LL128 = ((20.0,) * 3, (20.0,) * 3, (36.7,) * 3, (40.0,) * 3)
 _TREE_LL128 = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
@@ -74,7 +75,7 @@ _TREE_CORRECTION: Mapping[str, tuple[float, ...]] = {
     "ll128": (1, 1, 1, 1, 1, .9, .8, .8, .8, .7, .6, .6, .6, .6, .6, .6, .8, .9, .9, .9, .9, 1, 1),
     "simple": (.9, .9, .9, .9, .9, .9, .9, .8, .7, .6, .6, .5, .5, .5, .5, .6, .7, .8, .7, .7, .8, .9, .9),
 }  # fmt: skip
-"""Of a tree's bandwidth, by octave of the size from 64 B."""
+"""Share of a tree's bandwidth by octave of the size from 64 B."""
 _SPEEDS_INSIDE: tuple[tuple[float, ...], ...] = (
     (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3), (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3),
     (60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3), (90, 80, 70, 60, 50, 45, 40, 30, 24, 20, 19, 18),
@@ -89,7 +90,7 @@ _SPEEDS_BETWEEN: tuple[tuple[float, ...], ...] = (
 
 
 class Channels(NamedTuple):
-    """What NCCL's search finds: so many channels, each of so many GB/s."""
+    """Result of NCCL's search: the number of channels, and the GB/s of each."""
 
     number: int
     gb_per_s: float
@@ -113,12 +114,12 @@ class Shape:
 
     @property
     def column(self) -> int:
-        """Of NCCL's tables: one node, two, more."""
+        """Return the column of NCCL's tables: one node, two, more."""
         return min(self.nodes, 3) - 1
 
     @cached_property
     def local_gb_per_s(self) -> float:
-        """What an accelerator exchanges inside its node."""
+        """Return the GB/s that an accelerator exchanges inside its node."""
         machine = self.machine
         return (machine.nvlink_bytes_per_s or machine.pcie_bytes_per_s) / 1e9
 
@@ -146,11 +147,11 @@ class Shape:
         return Channels(2 * found.number, found.gb_per_s / 2)
 
     def step_latency_us(self, algorithm: str, protocol: int) -> float:
-        """Of one step between nodes."""
+        """Return the latency of one step between nodes."""
         # One rank a node has nothing to hide it behind: NCCL takes the tree's.
         kind = "tree" if self.per_node == 1 and algorithm != "pat" else algorithm
-        told = self.machine.net_latency_us
-        return _HARDWARE_US[kind][_NET][protocol] + told * (2.0 if _PROTOCOLS[protocol] == "simple" else 1.0)
+        plugin_us = self.machine.net_latency_us
+        return _HARDWARE_US[kind][_NET][protocol] + plugin_us * (2.0 if _PROTOCOLS[protocol] == "simple" else 1.0)
 
 
 def _steps(collective: str, ranks: int) -> int:
@@ -252,7 +253,7 @@ def bytes_per_us(family: Family, collective: str, shape: Shape) -> float:
 
 
 def _in_switch_bus(algorithm: str, collective: str, shape: Shape) -> float:
-    """Of all heads: each accelerator's share goes through its own."""
+    """Return the bandwidth of all heads: each accelerator's share goes through its own."""
     heads = min(shape.per_node, MOST_HEADS)
     fits = shape.local_gb_per_s / heads
     speed = next((one for one in _SPEEDS_INSIDE[shape.generation] if one <= fits), fits)
@@ -268,7 +269,7 @@ def _in_switch_bus(algorithm: str, collective: str, shape: Shape) -> float:
 
 
 def _corrected(family: Family, sizes: Floats) -> Floats:
-    """The share of a tree's bandwidth that NCCL counts with at these sizes."""
+    """Return the share of a tree's bandwidth that NCCL counts with at these sizes."""
     algorithm, _, protocol = family.partition("/")
     if algorithm != "tree":
         return np.ones_like(sizes)
@@ -313,7 +314,7 @@ nearest one holds."""
 
 
 def _by_table(table: Sequence[tuple[float, Family]], sizes: Floats) -> list[Family]:
-    """The first segment that reaches each size."""
+    """Return the family of the first segment that reaches each size."""
     ends = np.array([end for end, _ in table])
     index = np.minimum(np.searchsorted(ends, sizes), len(table) - 1)
     return [table[at][1] for at in index]
@@ -361,7 +362,7 @@ def factors_of(fit: NcclFit | None, family: Family, collective: str) -> tuple[fl
 
 
 def constants(shape: Shape) -> tuple[float, float]:
-    """Return what a call takes beside the model, and the exponent p."""
+    """Return the time of a call that the model lacks, and the exponent p."""
     fit, inside = shape.machine.fit, shape.nodes == 1
     if fit is None:
         return LAUNCH_US, OVERLAP_INSIDE if inside else OVERLAP_BETWEEN
@@ -440,10 +441,8 @@ def describe(collective: str, shape: Shape) -> str:
     """Return in words what a call costs and by whose word: algorithms by size, and what was fitted."""
     octaves = 2.0 ** np.arange(LEAST_LOG2, MOST_LOG2 + 1)
     taken = choice(collective, shape, octaves)
-    parts = []
-    for at, family in enumerate(taken):
-        if at + 1 == len(taken) or taken[at + 1] != family:
-            parts.append(family if at + 1 == len(taken) else f"{family} to {_size_text(octaves[at])}")
+    ends = [at for at, (family, other) in enumerate(pairwise(taken)) if family != other]
+    parts = [*(f"{taken[at]} to {_size_text(octaves[at])}" for at in ends), taken[-1]]
     fit, machine = shape.machine.fit, shape.machine
     if fit is None:
         how = f"constants of NCCL {NCCL_VERSION}, nothing measured"

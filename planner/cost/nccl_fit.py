@@ -2,7 +2,7 @@
 
 Few numbers are measured and many predicted, so NCCL's constants are the start: launch, overlap, and for each algorithm
 and protocol one multiplier of its latency and one of its transfer are moved only as far as measurements ask
-(squared logarithms, with priors). Algorithms that nobody measured move with the mean of those that were. Where a log
+(squared logarithms, with priors). Algorithms that were not measured move with the mean of those that were. Where a log
 shows another choice than the tuner's (a plugin, or variables that were set), changes are moved to other sizes.
 """
 
@@ -32,17 +32,17 @@ NOISE = 0.05
 LAUNCH_PRIOR, OVERLAP_PRIOR = 0.7, 0.15
 LATENCY_PRIOR, LATENCY_OWN_PRIOR = 0.7, 0.5
 TRANSFER_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR = 0.3, 0.25, 0.2
-"""How far (as logarithms) constants may lie from NCCL's: all together, an algorithm from the others, and its
+"""Largest distances (as logarithms) of constants from NCCL's: all together, an algorithm from the others, and its
 reduce-scatters and all-gathers from its all-reduces."""
 OUTLIER = 3.0
 """Residuals beyond so many times the noise count by their distance, not its square."""
 USUAL_COST = 1.5
-"""Of a row that the model explains; only beyond are other choices than the tuner's looked for."""
+"""Cost of a row that the model explains; only beyond are other choices than the tuner's looked for."""
 DEPARTURE_COST, MAX_ROUNDS = 12.0, 6
-"""Of a run of sizes that departs from the tuner."""
+"""Cost of a run of sizes that departs from the tuner, and most rounds of such changes."""
 CONVERGED, MAX_STEPS, MOST_DAMPING = 1e-9, 400, 1e12
-"""Of least squares: smaller changes of constants are none, so that processors, which add in different orders, agree on
-the digits that are kept; most steps; and the damping beyond which no step gains."""
+"""Bounds of least squares: smaller changes of constants are none, so that processors, which add in different orders,
+agree on the digits that are kept; most steps; and the damping beyond which no step gains."""
 MOVES_SOLVED, ROUGHLY = 8, 1e-3
 """Other choices that are solved for in a round: those which a step of least squares finds best; and how far, to find
 the best of them."""
@@ -87,7 +87,7 @@ class Trial:
 
 
 def fit(machine: Nccl, logs: Sequence[Measured]) -> Nccl:
-    """Return the machine with what was fitted to `logs`, which `attempt` and `finish` do in turn."""
+    """Return the machine with what was fitted to `logs`: `attempt`, then `finish`."""
     return finish(attempt(machine, logs), logs)
 
 
@@ -144,9 +144,9 @@ def _used(logs: Sequence[Measured]) -> list[Measured]:
 
 
 def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
-    """The fit with the tuner's choice, or with its changes at other sizes where that explains the logs much better."""
+    """Return the fit with the tuner's choice, or with its changes at other sizes if that explains logs much better."""
     problem = _Problem.of(machine, logs)
-    chosen = problem.told
+    chosen = problem.tuned
     best = problem.solve(chosen, np.zeros(len(problem.priors)))
     for _ in range(MAX_ROUNDS):
         if best.cost <= USUAL_COST * len(chosen):
@@ -177,8 +177,8 @@ class _Problem:
     names: list[Family]
     runs: list[slice]
     """The samples of each log, by size."""
-    told: Indices
-    """What the tuner takes."""
+    tuned: Indices
+    """Choice of the tuner."""
     measured_us: Floats
     latency: Floats
     transfer: Floats
@@ -189,20 +189,20 @@ class _Problem:
     @classmethod
     def of(cls, machine: Nccl, logs: Sequence[Measured]) -> _Problem:
         shapes = [Shape(machine, log.nodes, log.per_node) for log in logs]
-        told = [nccl.choice(log.collective, shape, _sizes(log)) for log, shape in zip(logs, shapes, strict=True)]
-        names = sorted({family for taken in told for family in taken})
+        tuned = [nccl.choice(log.collective, shape, _sizes(log)) for log, shape in zip(logs, shapes, strict=True)]
+        names = sorted({family for taken in tuned for family in taken})
         ends = np.cumsum([len(log.samples) for log in logs]).tolist()
         runs = [slice(end - len(log.samples), end) for end, log in zip(ends, logs, strict=True)]
         latency = np.full((ends[-1], len(names)), np.nan)
         transfer = latency.copy()
-        for log, shape, run, taken in zip(logs, shapes, runs, told, strict=True):
+        for log, shape, run, taken in zip(logs, shapes, runs, tuned, strict=True):
             for family in set(taken):  # changes between others do not move
                 at = names.index(family)
                 latency[run, at] = np.log(nccl.latency_us(family, log.collective, shape))
                 transfer[run, at] = np.log(_sizes(log) / nccl.bytes_per_us(family, log.collective, shape))
         lengths = [len(log.samples) for log in logs]
         return cls(
-            logs, names, runs, np.array([names.index(family) for taken in told for family in taken]),
+            logs, names, runs, np.array([names.index(family) for taken in tuned for family in taken]),
             np.array([time for log in logs for _, time in log.samples]), latency, transfer,
             np.repeat([log.nodes == 1 for log in logs], lengths),
             np.repeat([log.collective != "all_reduce" for log in logs], lengths),
@@ -286,8 +286,8 @@ class _Problem:
         return np.array(found)
 
     def departures(self, chosen: Indices) -> int:
-        """How many runs of sizes depart from what the tuner says."""
-        apart = np.where(chosen == self.told, -1, chosen)
+        """Return the number of runs of sizes that depart from the tuner's choice."""
+        apart = np.where(chosen == self.tuned, -1, chosen)
         before = np.concatenate([[-1], apart[:-1]])
         before[[run.start for run in self.runs]] = -1
         return int(np.sum((apart >= 0) & (apart != before)))
@@ -300,7 +300,7 @@ def _loss(apart: Floats) -> Floats:
 
 
 def _weights(apart: Floats) -> Floats:
-    """Of squares that touch `_loss` from above."""
+    """Return the weights of squares that touch `_loss` from above."""
     return OUTLIER / np.maximum(np.abs(apart), OUTLIER)
 
 
@@ -309,7 +309,7 @@ def _cost(apart: Floats, from_priors: Floats) -> float:
 
 
 def _moves(run: slice, chosen: Indices) -> Iterator[Indices]:
-    """Every choice in which one change between two algorithms of a log comes some sizes earlier or later."""
+    """Yield every choice in which one change between two algorithms of a log comes some sizes earlier or later."""
     for at in range(run.start + 1, run.stop):
         before, after = chosen[at - 1], chosen[at]
         if before == after:
@@ -328,7 +328,7 @@ def _record(problem: _Problem, solution: _Solution, chosen: Indices) -> NcclFit:
     used = {problem.names[at]: values[5 + 3 * at : 8 + 3 * at] for at in sorted(set(chosen.tolist()))}
     taken = [[problem.names[at] for at in chosen[run]] for run in problem.runs]
     changed = {
-        log.collective for log, run in zip(logs, problem.runs, strict=True) if np.any(chosen[run] != problem.told[run])
+        log.collective for log, run in zip(logs, problem.runs, strict=True) if np.any(chosen[run] != problem.tuned[run])
     }
     choice: dict[str, dict[str, tuple[tuple[float, Family], ...]]] = {}
     for log, families in zip(logs, taken, strict=True):
@@ -359,7 +359,7 @@ def _table(log: Measured, chosen: Sequence[Family]) -> tuple[tuple[float, Family
 
 
 def _errors(machine: Nccl, logs: Sequence[Measured]) -> Floats:
-    """log(predicted / measured)."""
+    """Return log(predicted / measured) of every sample."""
     parts = []
     for log in logs:
         predicted = nccl.times_us(log.collective, Shape(machine, log.nodes, log.per_node), _sizes(log))

@@ -55,7 +55,7 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 
     With one rank a node it is the flat all-reduce, by whatever that was measured to cost.
 
-    Raises InputError: no cost for one of the two kinds of link.
+    Raises InputError: no cost for intra-node or inter-node links.
     """
     inside = cluster.ranks_per_node
     if inside == 1 and cluster.nodes > 1:
@@ -69,9 +69,9 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 
 
 def tree(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tuple[Phase, ...]:
-    """Two binary trees through all ranks: measured (`tree`), or as `planner.cost.tree` has it.
+    """Return the phase of two binary trees through all ranks: measured (`tree`), or by `planner.cost.tree`.
 
-    Raises InputError: no cost for one of its kinds of link.
+    Raises InputError: no cost for intra-node or inter-node links.
     """
     if cluster.ranks == 1:
         return ()
@@ -136,14 +136,13 @@ def slowest_hop(cluster: Cluster, link: Link) -> Link:
     of each step is then the larger one: never less than formulas have where the link inside is the faster one.
     """
     inside = cluster.intra
-    if inside is None or 1 in (cluster.nodes, cluster.ranks_per_node) or not _slower(inside, link):
+    if inside is None or 1 in (cluster.nodes, cluster.ranks_per_node):
+        return link
+    # The time of a byte is that of sending and of adding it.
+    within, between = (hop.beta_us_per_byte + hop.gamma_us_per_byte for hop in (inside, link))
+    if within <= between:
         return link
     return replace(inside, alpha_us=max(inside.alpha_us, link.alpha_us))
-
-
-def _slower(link: Link, other: Link) -> bool:
-    """Whether a byte takes longer on `link`, to send and to add."""
-    return link.beta_us_per_byte + link.gamma_us_per_byte > other.beta_us_per_byte + other.gamma_us_per_byte
 
 
 def measured_flat(cluster: Cluster, collective: str, *, queued: bool = False) -> CostCurve | None:

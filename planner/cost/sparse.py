@@ -1,8 +1,8 @@
-"""What compression costs: collectives of selected elements (values and indices), as phases on the links inside nodes
+"""Cost of compression: collectives of selected elements (values and indices), as phases on the links inside nodes
 and between them, and on the compute resource selecting elements of a bucket and adding up what was selected.
 
-Source: CommLib (Shi et al., MLSys 2021, Eq. 7-10), with two departures: indices travel too, so a selected element takes
-8 bytes, and HiTopKComm's last gather is a ring.
+Source: CommLib (Shi et al., MLSys 2021, Eq. 7-10), with two departures: indices are sent, too, so a selected element
+takes 8 bytes, and HiTopKComm's last gather is a ring.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
 
 
 def naive_all_gather(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
-    """CommLib's NaiveAG: the same bytes, but values and indices apart, each of which starts up by itself."""
+    """Return CommLib's NaiveAG: the same bytes, but values and indices in messages of their own."""
     return tuple(replace(phase, curve=phase.curve.repeated(2)) for phase in flat(cluster, otherwise))
 
 
 def flat_is_implied(cluster: Cluster) -> bool:
-    """Whether the cluster says nothing about a flat gather, so that it follows from the all-reduce."""
+    """Return whether the cluster has no cost of a flat gather, so that it follows from the all-reduce."""
     return cluster.ranks > 1 and flat_hop(cluster) is None and measured_flat(cluster, "all_gather") is None
 
 

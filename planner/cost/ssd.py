@@ -1,9 +1,9 @@
 """SSD-SGD's own model of its step (arXiv 2012.05396, Eq. 4): the mean over k steps, in closed form.
 
-A step computes for C = T_f + T_b + h_loc. Its pushes (Σ h_s) begin with the first gradient, at T_f + h_b^L, and travel
-beside backward and the next step. After every k-th step the pull follows: pushes, sync, update and pull together take
-T_c, and have to end before the local update of the next step, 2·T_f + 2·T_b + h_loc after the step's begin. What they
-are later than that, L = T_c + h_b^L − T_f − 2·T_b − h_loc, is exposed once in k steps.
+A step computes for C = T_f + T_b + h_loc. Its pushes (Σ h_s) begin with the first gradient, at T_f + h_b^L, and are
+sent during backward and the next step. After every k-th step the pull follows: pushes, sync, update and pull together
+take T_c, and have to end before the local update of the next step, 2·T_f + 2·T_b + h_loc after the step's begin. What
+they are later than that, L = T_c + h_b^L − T_f − 2·T_b − h_loc, is exposed once in k steps.
 
 | case | holds where | mean step |
 | --- | --- | --- |
@@ -13,7 +13,7 @@ are later than that, L = T_c + h_b^L − T_f − 2·T_b − h_loc, is exposed on
 
 The paper prints the condition of case 1 as Σ h_s < T_b + T_f + h_loc^1; what separates it from case 3 is the sign of L,
 for case 1 would otherwise be faster than computation alone. Its h_loc^1 is the local update of the first layer, the
-others being updated beside backward; here the local update follows backward as a whole.
+others being updated during backward; here the local update follows backward as a whole.
 
 The closed form knows nothing of a backlog: it takes the network as idle when the k-th step begins to push, and messages
 as following one another without a gap. In case 2 it takes T_b − h_b^L off every cycle, which a network that is never
@@ -30,7 +30,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What Eq. 4 is made of; the paper's letters in brackets."""
+    """Terms of Eq. 4; the paper's letters in brackets."""
 
     forward_us: float
     """[T_f]"""
@@ -58,7 +58,7 @@ class Terms:
 
     @property
     def case(self) -> Literal[1, 2, 3]:
-        """Which case of Eq. 4 holds; the same for every k."""
+        """Return the case of Eq. 4 that holds; the same for every k."""
         if self.push_us >= self.compute_us:
             return 2
         return 1 if self.late_us > 0.0 else 3

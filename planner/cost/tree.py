@@ -1,6 +1,6 @@
-"""What an all-reduce over two binary trees costs: `runtime/comm/collectives/tree.py`, of which every figure here is.
+"""Cost of an all-reduce over two binary trees as `runtime/comm/collectives/tree.py` executes it, with its figures.
 
-A message travels in c chunks, half of them up and down each tree (Sanders, Speck, Träff, Parallel Computing 35, 2009;
+A message is sent in c chunks, half of them up and down each tree (Sanders, Speck, Träff, Parallel Computing 35, 2009;
 the trees are NCCL 2.4's). Ranks go round by round: in each they send at most one chunk and receive at most one. By that
 paper a pipelined broadcast over two trees takes 2⌈log2 P⌉ + c rounds, so an all-reduce, which goes up as well as down,
 twice that. The runtime's rounds are nearly as many, 4⌈log2 P⌉ − 2 for the first two chunks, but 2.5 and not 2 for each
@@ -21,14 +21,14 @@ from planner.cost.curve import CostCurve
 from planner.documents.profile import Link
 
 CHUNK_BYTES = 256 * 1024
-"""As in the runtime: a chunk is not smaller, as long as there are two."""
+"""Smallest chunk, as in the runtime, as long as there are two."""
 FEWEST_CHUNKS, MOST_CHUNKS = 2, 16
 MORE_ROUNDS = 2.5
 """Rounds that each chunk after the second one takes."""
 
 
 class Rounds(NamedTuple):
-    """What ranks wait for, one after the other, while a message is on its way."""
+    """Numbers of what ranks wait for, one after the other, during a message."""
 
     inside: float
     """Rounds in which nothing is sent between nodes."""
@@ -63,7 +63,7 @@ def chunks_of(size_bytes: float) -> int:
 def double_binary_tree(
     nodes: int, per_node: int, chunks: int, intra: Link | None, inter: Link | None, cards: int = 1
 ) -> Coefficients:
-    """Return the line of messages that travel in so many chunks.
+    """Return the line of messages that are sent in this number of chunks.
 
     `intra` is not needed with one rank a node, nor `inter` on one node. Half of what a rank receives it adds up: as
     many bytes as the message has.

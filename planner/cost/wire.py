@@ -1,4 +1,4 @@
-"""What a bucket costs of which all elements travel in fewer bytes.
+"""Cost of a bucket whose elements are all sent in fewer bytes.
 
 `two_shot`: every rank sends each owner its part, the owner adds up, and sends the sum, encoded again, to all. On the
 network that takes a reduce-scatter and an all-gather of the narrow bytes, and between them the owner's work; compute is
@@ -23,9 +23,9 @@ from planner.documents.profile import Cluster, Line
 from runtime.plan.transports import NATIVE, TWO_SHOT, Transport
 
 WIDE_BYTES = 4
-"""Of an element as it is added up (float32); lines of encoding and decoding are over these."""
+"""Bytes of an element as it is added up (float32); lines of encoding and decoding are over these."""
 LAUNCH_US = 5.0
-"""Of a kernel, where it was not measured."""
+"""Time of launching a kernel in µs, if it was not measured."""
 BLOCK = 256
 """Elements with one scale, which is a float32."""
 
@@ -72,13 +72,13 @@ class WirePhase:
 
 @dataclass(frozen=True, kw_only=True)
 class WireCost:
-    """What buckets in one dtype spend."""
+    """Cost of buckets in one dtype."""
 
     phases: tuple[WirePhase, ...]
     encode: Line
     decode: Line
     shards: int = 1
-    """Over how many ranks a bucket is shared out before each encodes its own."""
+    """Number of ranks over which a bucket is divided before each encodes its own part."""
 
     def encode_us(self, elements: ArrayLike) -> NDArray[np.float64]:
         """Return compute time before a bucket is sent; elementwise."""

@@ -1,1 +1,1 @@
-"""From a profile to a decided plan: pipelines, classes of accuracy, named strategies."""
+"""Deciding on a plan: requests, pipelines of passes, lossy candidates, named strategies."""

@@ -24,29 +24,30 @@ from planner.model.modes import simulate_schedule
 from planner.model.modes.sharded import can_share, memory_bytes, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
+from runtime.plan.timeline import Timeline
 
 WORTH, WORTH_ASKING, WORTH_LOSING = 0.02, 0.05, 0.10
-"""By what share a way has to shorten the step against less risky ones: a drop-in one, one that scripts have to know of,
+"""Shares of the step that an option has to save over less risky ones: a drop-in one, one that scripts have to know of,
 and one that loses digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedWith:
-    """What a prediction rests on."""
+    """The assumptions of a prediction."""
 
     accelerator: str | None
     batch_per_rank: int | None
     dtype: str
-    """Of gradients; several are joined by +."""
+    """Dtype of gradients; several are joined by +."""
     optimizer: str | None
     memory_bytes: int | None
-    """What a rank has."""
+    """Memory of a rank."""
     compute: ComputeBasis
     messages_within: float | None
-    """By what share 9 of 10 messages lie off at most; None where a formula or samples say what they cost."""
+    """Largest relative error of 9 of 10 messages; None where a formula or samples have their costs."""
 
     def __str__(self) -> str:
-        """In words, on one line."""
+        """Return the assumptions on one line."""
         known = (
             self.accelerator or "accelerator not stated",
             "batch not stated" if self.batch_per_rank is None else f"batch {self.batch_per_rank} per rank",
@@ -61,29 +62,29 @@ class ComputedWith:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to train, and what it would take."""
+    """One way to train, and its costs."""
 
     name: str
     iteration_us: float
     exposed_us: float
     memory_bytes: int | None
-    """Of weights, gradients, the optimizer's state and activations; None: not known."""
+    """Memory for weights, gradients, the optimizer's state and activations; None: not known."""
     fits: bool | None
     interface: str
-    """`drop-in`, or what a script has to know of."""
+    """`drop-in`, or the interface that a script has to know of."""
     executed_by: str
-    """Which call trains that way."""
+    """The call that trains that way."""
     lossy: bool
     reason: str
     recomputed: bool = False
     """Whether blocks are computed once more in backward, which the script has to ask for (activation checkpointing)."""
     interval_us: tuple[float, float] | None = None
-    """Of the step: with all messages and all computation as fast, and as slow, as `ComputedWith` allows."""
+    """The step with all messages and all computation as fast, and as slow, as `ComputedWith` allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to use, and what else there was, least risky first."""
+    """The option to use, and all options, least risky first."""
 
     model: str
     cluster: str
@@ -110,7 +111,7 @@ class Advice:
 
     @property
     def chosen(self) -> Option:
-        """The option to use."""
+        """Return the option to use."""
         return next(option for option in self.options if option.name == self.use)
 
     def to_document(self) -> dict[str, Any]:
@@ -122,28 +123,27 @@ def advise(
     profile: Profile | str | Path, cluster: Cluster | str | Path | None = None, *, ranks: int | None = None,
     max_memory_mib: float | None = None, accuracy: str = "exact", accelerator: str | None = None,
 ) -> Advice:  # fmt: skip
-    """Say what to use for a model on a cluster.
+    """Recommend a way to train a model on a cluster.
 
     Args:
         profile: a profile, its path, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
         cluster: a cluster, its path, or a name; default: the profile's.
         ranks: how many; default: the cluster's.
-        max_memory_mib: what a rank has; default: its accelerator's.
+        max_memory_mib: memory of a rank; default: its accelerator's.
         accuracy: `bounded` lets what to use be lossy; with `exact` such ways are listed only.
         accelerator: the cluster's, where it does not name it.
 
-    Raises InputError: a document is wrong, there is no cluster, ranks do not fill nodes, or it cannot be known how long
-        the model computes on the cluster's accelerators.
+    Raises:
+        InputError: a document is wrong, there is no cluster, ranks do not fill nodes, or it cannot be known how long
+            the model computes on the cluster's accelerators.
     """
     if accuracy not in ("exact", "bounded"):
         raise InputError(f"--accuracy: found {accuracy!r}, expected exact or bounded")
     loaded = find_profile(profile)
     machines = loaded.cluster if cluster is None else find_cluster(cluster)
     where = name_of(profile if cluster is None else cluster)
-    advice = advice_on(
-        loaded, machines and with_accelerator(machines, accelerator), ranks, max_memory_mib=max_memory_mib,
-        accuracy=accuracy, where=where,
-    )  # fmt: skip
+    problem = make_problem(loaded, machines and with_accelerator(machines, accelerator), ranks, where=where)
+    advice = advice_on(loaded, problem, max_memory_mib=max_memory_mib, accuracy=accuracy)
     # A plan is of the cluster as it is written.
     written = accelerator is None and machines is not None and advice.ranks == machines.ranks
     if isinstance(profile, Profile) or isinstance(cluster, Cluster) or not written:
@@ -170,31 +170,28 @@ def with_accelerator(cluster: Cluster, name: str | None) -> Cluster:
 
 
 def advice_on(
-    profile: Profile, cluster: Cluster | None, ranks: int | None, *, max_memory_mib: float | None = None,
-    accuracy: str = "exact", where: str = "profile", lossy: bool = True, intervals: bool = True,
+    profile: Profile, problem: Problem, *, max_memory_mib: float | None = None, accuracy: str = "exact",
+    brief: bool = False,
 ) -> Advice:  # fmt: skip
     """Return the advice on records, as `advise` and `sweep` give it.
 
     Args:
         profile: as it was measured.
-        cluster: with its accelerator.
-        ranks: how many; default: the cluster's.
-        max_memory_mib: what a rank has; default: its accelerator's.
+        problem: the profile on the cluster's accelerators.
+        max_memory_mib: memory of a rank; default: its accelerator's.
         accuracy: as for `advise`.
-        where: what holds the cluster, in messages.
-        lossy: also look at lossy ways.
-        intervals: also give intervals of steps.
+        brief: leave out lossy ways, and intervals of steps.
 
-    Raises InputError: as `advise`.
+    Raises:
+        InputError: as `advise` does.
     """
-    problem = make_problem(profile, cluster, ranks, where=where)
     check_accelerators(profile, problem.cost.cluster)
     basis = problem.basis
     assert basis is not None
-    limit = _limit(problem, basis, max_memory_mib)
-    options = list(_options(problem, limit, lossy))
-    if intervals:
-        options = _with_intervals(problem, basis, limit, options, lossy)
+    limit, lossy = _limit(problem, basis, max_memory_mib), not brief
+    options = list(_options(problem, limit, lossy=lossy))
+    if not brief:
+        options = _with_intervals(problem, basis, limit, options)
     chosen, reason = _choose([option for option in options if not option.lossy])
     best, best_reason = _choose(options)
     if accuracy == "bounded":
@@ -238,7 +235,7 @@ def _limit(problem: Problem, basis: ComputeBasis, given_mib: float | None) -> in
 
 
 def _with_intervals(
-    problem: Problem, basis: ComputeBasis, limit: int | None, options: Sequence[Option], lossy: bool
+    problem: Problem, basis: ComputeBasis, limit: int | None, options: Sequence[Option]
 ) -> list[Option]:
     """Return the options with what they take where all is as fast, and as slow, as the intervals allow."""
     ends = []
@@ -246,7 +243,7 @@ def _with_intervals(
         other = _off_by(problem, basis.within or 0.0, problem.cost.interval or 0.0, sign)
         if other is None:
             return list(options)
-        ends.append({option.name: option.iteration_us for option in _options(other, limit, lossy)})
+        ends.append({option.name: option.iteration_us for option in _options(other, limit, lossy=True)})
     fast, slow = ends
     return [replace(option, interval_us=(fast[option.name], slow[option.name])) for option in options]
 
@@ -263,29 +260,23 @@ def _off_by(problem: Problem, compute: float, messages: float, sign: int) -> Pro
     return Problem(profile=profile, cost=cost)
 
 
-def _options(problem: Problem, limit: int | None, lossy: bool) -> Iterator[Option]:
-    """All ways, least risky first: drop-in, then what a script has to know of, then what changes sums."""
+def _options(problem: Problem, limit: int | None, *, lossy: bool) -> Iterator[Option]:
+    """Yield all options, least risky first: drop-in, then those that scripts have to know of, then lossy ones."""
     base = simulate_schedule(problem, make_schedule(problem, "ddp"))
     whole = replicated_bytes(problem)
     option = _Maker(base.iteration_us, limit)
 
     hidden = f"{ms(base.exposed_us)} of communication are exposed"
-    yield option(
-        "ddp", base.iteration_us, whole, f"PyTorch's buckets; {hidden}", exposed_us=base.exposed_us,
-        executed_by="DistributedDataParallel",
-    )  # fmt: skip
+    yield option("ddp", base, whole, f"PyTorch's buckets; {hidden}", executed_by="DistributedDataParallel")
     if problem.ranks == 1:
         return
     best = simulate_schedule(problem, make_schedule(problem, "optimal"))
-    words = "buckets merged for this network"
-    yield option("ddp, planned buckets", best.iteration_us, whole, words, exposed_us=best.exposed_us)
+    yield option("ddp, planned buckets", best, whole, "buckets merged for this network")
     if can_share(problem):
         shared = make_schedule(problem, "optimal:sharded-step")
-        taken = simulate_schedule(problem, shared)
         yield option(
-            "sharded step", taken.iteration_us, sharded_bytes(problem, shared),
+            "sharded step", simulate_schedule(problem, shared), sharded_bytes(problem, shared),
             "each rank updates and stores the state of its part (ZeRO-1)", interface="sharded-step",
-            exposed_us=taken.exposed_us,
         )  # fmt: skip
         yield from _fully_sharded(problem, option)
     if lossy:
@@ -294,28 +285,29 @@ def _options(problem: Problem, limit: int | None, lossy: bool) -> Iterator[Optio
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes options that are compared with DDP's step, and with what a rank has."""
+    """Makes options that are compared with DDP's step, and with the memory of a rank."""
 
     ddp_us: float
     limit_bytes: int | None
 
     def __call__(
-        self, name: str, iteration_us: float, memory: int | None, reason: str, *, exposed_us: float,
-        interface: str = "drop-in", executed_by: str = "planner.attach", lossy: bool = False,
+        self, name: str, step: Timeline | Step, memory: int | None, reason: str, *, interface: str = "drop-in",
+        executed_by: str = "planner.attach",
     ) -> Option:  # fmt: skip
         limit = self.limit_bytes
         fits = None if memory is None or limit is None else memory <= ROOM * limit
-        gain = self.ddp_us / iteration_us - 1.0 if iteration_us > 0.0 else 0.0
+        gain = self.ddp_us / step.iteration_us - 1.0 if step.iteration_us > 0.0 else 0.0
         versus = "" if name == "ddp" else f"; {gain:+.1%} in speed against ddp"
         room = "" if fits is not False or limit is None else f"; needs {mib(memory or 0)} of {mib(int(ROOM * limit))}"
         return Option(
-            name=name, iteration_us=iteration_us, exposed_us=exposed_us, memory_bytes=memory, fits=fits,
-            interface=interface, executed_by=executed_by, lossy=lossy, reason=f"{reason}{versus}{room}",
+            name=name, iteration_us=step.iteration_us, exposed_us=step.exposed_us, memory_bytes=memory, fits=fits,
+            interface=interface, executed_by=executed_by, lossy=interface == "bounded",
+            reason=f"{reason}{versus}{room}",
         )  # fmt: skip
 
 
 def _fully_sharded(problem: Problem, option: _Maker) -> Iterator[Option]:
-    """FSDP2 by its own rules, with a group for each block, on all ranks or inside nodes."""
+    """Yield FSDP2 by its own rules, with a group for each block, on all ranks or inside nodes."""
     cluster, setting = problem.cost.cluster, setting_of(problem)
     optimizer, estimate = problem.profile.compute.optimizer, problem.profile.compute.estimate
     known = optimizer is not None and optimizer.state_bytes is not None
@@ -332,9 +324,9 @@ def _fully_sharded(problem: Problem, option: _Maker) -> Iterator[Option]:
             where = "on all ranks" if shard_ranks is None else "inside nodes, all-reduced between them"
             again = ", blocks computed twice" if recompute else ""
             found = option(
-                f"{name}{', recomputed' if recompute else ''}", step.iteration_us, step.peak_bytes if known else None,
+                f"{name}{', recomputed' if recompute else ''}", step, step.peak_bytes if known else None,
                 f"weights, gradients and state sharded {where}{again}", interface="fsdp2",
-                executed_by="planner.fully_shard", exposed_us=step.exposed_us,
+                executed_by="planner.fully_shard",
             )  # fmt: skip
             yield replace(found, recomputed=recompute)
 
@@ -359,7 +351,7 @@ def _recomputed(units: Units, estimate: ComputeEstimate) -> Units:
 
 
 def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Option]:
-    """Narrow buckets, where gradients are wider and may be added up in float32."""
+    """Yield quantized buckets, where gradients are wider and may be added up in float32."""
     gradients = problem.profile.compute.gradients
     if not all(gradient.dtype in NARROWED for gradient in gradients):
         return
@@ -367,11 +359,8 @@ def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Opt
     for name, dtype in DTYPES.items():
         if dtype.advised and dtype.element_bytes < wide:
             taken = simulate_schedule(problem, make_schedule(problem, f"wire:{name}"))
-            yield option(
-                f"ddp, {name} on the wire", taken.iteration_us, whole,
-                f"{dtype.element_bytes / wide:.0%} of the bytes, with error feedback", interface="bounded",
-                lossy=True, exposed_us=taken.exposed_us,
-            )  # fmt: skip
+            bytes_share = f"{dtype.element_bytes / wide:.0%} of the bytes, with error feedback"
+            yield option(f"ddp, {name} on the wire", taken, whole, bytes_share, interface="bounded")
 
 
 def _worth(option: Option) -> float:
@@ -379,7 +368,7 @@ def _worth(option: Option) -> float:
 
 
 def _choose(options: list[Option]) -> tuple[Option, str]:
-    """The least risky one that fits, unless a riskier one that fits is worth it; why, in words."""
+    """Return the least risky option that fits, unless a riskier one that fits is worth it; and the reason."""
     possible = [option for option in options if option.fits is not False]
     if not possible:
         least = min(options, key=lambda option: option.memory_bytes or 0)

@@ -1,4 +1,4 @@
-"""What if, at scale: models on up to thousands of a cluster's machines, with jitter, stragglers and failures.
+"""Predictions at scale: models on up to thousands of a cluster's machines, with jitter, stragglers and failures.
 
 A synchronous step is as slow as its slowest rank. With F the distribution of one rank's compute time, F^N is that of
 the slowest of N, so that quantiles need no drawing. Failures cost as Young and Daly have it: with a mean time M between
@@ -18,29 +18,30 @@ from typing import Any
 from planner.decide.advise import ComputedWith, advice_on, with_accelerator
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Profile
+from planner.model.problem import make_problem
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
 
 DEFAULT_RANKS = (8, 64, 128, 512, 1024, 4096, 8192, 16384)
-"""And the cluster's own number."""
+"""Numbers of ranks that are looked at besides the cluster's own."""
 MTBF_HOURS = 50_676.0
-"""Of one accelerator with its share of the machine: 419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3,
-Grattafiori et al. 2024, Section 3.3.4)."""
+"""Mean time between failures of one accelerator with its share of the machine: 419 unexpected interruptions of 16,384
+H100 in 54 days (Llama 3, Grattafiori et al. 2024, Section 3.3.4)."""
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What does not go as profiled; the defaults change nothing but for failures."""
+    """Departures from the profile; the defaults change nothing but for failures."""
 
     jitter: float = 0.0
     """Standard deviation of the logarithm of a rank's compute time from step to step."""
     slow_share: float = 0.0
-    """Which share of ranks is slow in a step,"""
+    """Share of ranks that are slow in a step."""
     slow_factor: float = 1.0
-    """and by what factor."""
+    """Slow-down factor of slow ranks."""
     mtbf_hours: float = MTBF_HOURS
-    """Of one accelerator; infinite: nothing fails."""
+    """Mean time between failures of one accelerator; infinite: nothing fails."""
     checkpoint_s: float = 60.0
     restart_s: float = 600.0
 
@@ -56,7 +57,7 @@ class Scenario:
             raise InputError(f"mtbf_hours: found {self.mtbf_hours}, expected more than 0; correct it")
 
     def slowest(self, ranks: int, quantile: float) -> float:
-        """Return by what factor the slowest of so many ranks computes longer than profiled, at a quantile of steps.
+        """Return the slow-down of the slowest of some ranks against the profile, at a quantile of steps.
 
         >>> Scenario().slowest(1024, 0.5)
         1.0
@@ -94,27 +95,27 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePoint:
-    """One model on so many ranks of one cluster's machines."""
+    """One model on a number of ranks of one cluster's machines."""
 
     model: str
     cluster: str
     ranks: int
     strategy: str
-    """What `advise` would use there."""
+    """The option that `advise` would use there."""
     computed_with: ComputedWith
     fits: bool | None
     step_us: float
-    """As profiled: no rank is late."""
+    """Step as profiled, without stragglers."""
     median_us: float
     p99_us: float
     """Quantiles of the step with jitter and stragglers."""
     compute_us: float
     efficiency: float
-    """Of steps of one rank alone: compute over the median step."""
+    """Compute of a rank alone over the median step."""
     goodput: float
-    """Of time, after failures and checkpoints."""
+    """Share of time that is left after failures and checkpoints."""
     samples_per_s: float | None
-    """Of all ranks, with both; None where the batch is not known."""
+    """Throughput of all ranks, with both; None where the batch is not known."""
     cost_source: str
 
     def to_document(self) -> dict[str, Any]:
@@ -136,8 +137,9 @@ def sweep(
         scenario: jitter, stragglers and failures.
         accelerator: the clusters', where they do not name it.
 
-    Raises InputError: a document is wrong, a number of ranks is none, costs are not known, or it cannot be known how
-        long a model computes on a cluster's accelerators.
+    Raises:
+        InputError: a document is wrong, a number of ranks is none, costs are not known, or it cannot be known how long
+            a model computes on a cluster's accelerators.
     """
     if not models or not clusters or (ranks is not None and not ranks):
         raise InputError("found no model, cluster or number of ranks; expected at least one of each")
@@ -161,8 +163,8 @@ def _filled(cluster: Cluster, ranks: int) -> int:
 
 
 def _point(profile: Profile, cluster: Cluster, ranks: int, change: Scenario) -> ScalePoint:
-    where = cluster.name or "cluster"
-    advice = advice_on(profile, cluster, ranks, where=where, lossy=False, intervals=False)
+    problem = make_problem(profile, cluster, ranks, where=cluster.name or "cluster")
+    advice = advice_on(profile, problem, brief=True)
     chosen = advice.chosen
     step_us, compute_us = chosen.iteration_us, chosen.iteration_us - chosen.exposed_us
     slow = [change.slowest(ranks, quantile) for quantile in (0.5, 0.99)]
@@ -179,7 +181,7 @@ def _point(profile: Profile, cluster: Cluster, ranks: int, change: Scenario) -> 
 
 
 def curves(points: Sequence[ScalePoint]) -> Iterator[tuple[str, str, list[ScalePoint]]]:
-    """Points of each model on each cluster, by ranks."""
+    """Yield model, cluster and the points of each model on each cluster, by ranks."""
     for model, cluster in dict.fromkeys((point.model, point.cluster) for point in points):
         these = [point for point in points if (point.model, point.cluster) == (model, cluster)]
         yield model, cluster, sorted(these, key=lambda point: point.ranks)

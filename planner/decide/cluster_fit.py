@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,8 @@ from runtime.plan.strict_json import MAX_RANKS
 
 _NAMED = re.compile(r"(\d{1,7})x(\d{1,4}):(.+)", re.ASCII | re.DOTALL)
 _CARDS_GBIT = (1, 10, 25, 40, 50, 100, 200, 400, 800)
+PASSES = {"all_reduce": 2}
+"""Times that a ring sends each byte, of collectives that send it more than once."""
 _NETWORKS = (("infiniband", "nccl"), ("efa", "nccl"), ("efa", "aws-ofi-p5"), ("tcp", "nccl"))
 
 
@@ -32,17 +34,17 @@ class LogFile:
     nodes: int
     per_node: int
     path: str
-    found: tuple[NcclLog, ...] | None = None
-    """What it holds, where that is no log of nccl-tests; None: not read yet."""
+    found: tuple[NcclLog, ...] = ()
+    """Its contents, if it is no log of nccl-tests, which is yet to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCluster:
-    """What a fit gives."""
+    """A fitted cluster, with what a reader should know of the fit."""
 
     cluster: Cluster
     notes: tuple[str, ...]
-    """What was left out of the logs, and what nobody said."""
+    """Parts of the logs that were left out, and assumptions on the machines."""
     rows: tuple[tuple[str, int, int, float, float], ...]
     """(collective, nodes, samples, median error, worst error) of each log."""
 
@@ -62,27 +64,40 @@ def parse_log_argument(text: str) -> LogFile:
     return LogFile(nodes=nodes, per_node=per_node, path=match[3])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """A user's description of machines, for what logs leave out; None: found by their rates."""
+
+    gpu: str | None = None
+    """One of `planner.documents.nccl.GPUS`."""
+    nics: int | None = None
+    """Network cards of a node."""
+    nic: str | None = None
+    """Line rate of one."""
+    network: str | None = None
+    """One of infiniband, roce, efa and tcp; None: that which explains the logs best."""
+
+
 def fit_cluster(
-    logs: Sequence[LogFile], machine: Nccl | None = None, *, gpu: str | None = None, nics: int | None = None,
-    nic: str | None = None, network: str | None = None, in_place: bool = False, name: str | None = None,
-    progress: Progress | None = None,
+    logs: Sequence[LogFile], machine: Nccl | None = None, stated: Stated | None = None, *, in_place: bool = False,
+    name: str | None = None, progress: Progress | None = None,
 ) -> FittedCluster:  # fmt: skip
     """Fit NCCL's constants to logs.
 
     Args:
         logs: at least one; all of the same GPUs a node (or of fewer, within one node).
-        machine: a description to start from; else it is made of what follows, and what is not said is told from logs.
-        gpu: names one of `planner.documents.nccl.GPUS`.
-        nics: cards of a node. nic: line rate of one.
-        network: infiniband, roce, efa or tcp; by default that which explains the logs best.
+        machine: a description to start from.
+        stated: without a description, what the user says of the machines.
         in_place: take the columns of buffers that are also results.
         name: the cluster's.
         progress: gets a line before each fit.
 
-    Raises InputError: a log is wrong, was made on other ranks than its name says, or logs and description contradict.
+    Raises:
+        InputError: a log is wrong, was made on other ranks than its name says, or logs and description contradict.
     """
     if not logs:
         raise InputError("found no log, expected at least one, for example 2x8:a.log")
+    stated = stated or Stated()
     per_node = max(log.per_node for log in logs)
     for log in logs:
         if log.nodes > 1 and log.per_node != per_node:
@@ -90,29 +105,23 @@ def fit_cluster(
                 f"{log.path}: found {log.per_node} GPUs a node, and {per_node} in another log; expected the same: fit "
                 f"them apart"
             )
-    read = {
-        (log.nodes, log.per_node, log.path): list(log.found)
-        if log.found is not None
-        else read_log(log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place)
+    read: Logs = {
+        log: list(log.found) or read_log(log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place)
         for log in logs
     }
-    notes = [note for found in read.values() for one in found for note in one.notes]
-    measured = [
-        Measured(one.collective, nodes, inside, one.samples)
-        for (nodes, inside, _), found in read.items()
-        for one in found
-    ]
-    named = gpu or next((one.device for found in read.values() for one in found if one.device), None)
-    gpu = None if gpu is None else find_gpu(gpu, "--gpu")
+    all_found = [(log, one) for log, found in read.items() for one in found]
+    notes = [note for _, one in all_found for note in one.notes]
+    measured = [Measured(one.collective, log.nodes, log.per_node, one.samples) for log, one in all_found]
+    gpu = None if stated.gpu is None else find_gpu(stated.gpu, "--gpu")
     said = gpu if machine is None else machine.gpu
-    for (_, _, path), found in read.items():
+    for log, found in read.items():
         if said is not None and (other := found[0].gpu) not in (None, said):
             option = "--gpu" if machine is None else "--machine"
-            raise InputError(f"{option}: found {said}, but {path} was made on {other}; correct it, or take it out")
+            raise InputError(f"{option}: found {said}, but {log.path} was made on {other}; correct it, or take it out")
     if machine is None:
-        machine, assumed = _describe(list(read.items()), per_node, gpu, named, nics, nic)
+        machine, assumed = _describe(read, per_node, gpu, stated)
         notes += assumed
-        candidates = _candidates(machine, network, per_node)
+        candidates = _candidates(machine, stated.network, per_node)
     else:
         candidates = [machine]
     nodes = max(log.nodes for log in logs)
@@ -153,21 +162,21 @@ def _errors(machine: Nccl, log: Measured) -> tuple[str, int, int, float, float]:
     return log.collective, log.nodes, len(errors), errors[len(errors) // 2], errors[-1]
 
 
-Read = tuple[tuple[int, int, str], list[NcclLog]]
+Logs = Mapping[LogFile, list[NcclLog]]
 
 
-def _describe(
-    read: Sequence[Read], per_node: int, gpu: str | None, named: str | None, nics: int | None, nic: str | None
-) -> tuple[Nccl, list[str]]:
-    """The machines as options and logs have them, and what was assumed."""
-    assumed = []
+def _describe(read: Logs, per_node: int, gpu: str | None, stated: Stated) -> tuple[Nccl, list[str]]:
+    """Return the machines as options and logs have them, and what was assumed."""
+    assumed, nics, nic = [], stated.nics, stated.nic
+    device = next((one.device for found in read.values() for one in found if one.device), None)
+    named = stated.gpu or device
     if gpu is None:
-        gpu = next((one.gpu for _, found in read for one in found if one.gpu), None)
+        gpu = next((one.gpu for found in read.values() for one in found if one.gpu), None)
     if gpu is None:
         gpu = _gpu_by_rate(read)
         why = "no log names it" if named is None else f"{sanitize(named, 60)} of the logs is none that is known here"
         assumed.append(f"accelerator taken as {gpu}, by its rates: {why}; say --gpu where that is wrong")
-    if any(nodes > 1 for (nodes, _, _), _ in read):
+    if any(log.nodes > 1 for log in read):
         nics = nics or per_node
         if nic is None:
             nic = f"{_card_gbit(read, nics)}gbit"
@@ -179,20 +188,20 @@ def _describe(
     return Nccl(gpu=gpu, nvlink=nvlink, nics_per_node=nics or 1, nic=nic), assumed
 
 
-def _rates(read: Sequence[Read], *, several: bool) -> list[float]:
-    """Bus bandwidths in GB/s of the largest sizes, on one node or on several."""
+def _rates(read: Logs, *, several: bool) -> list[float]:
+    """Return bus bandwidths in GB/s of the largest sizes, on one node or on several."""
     found = []
-    for (nodes, inside, _), logs in read:
-        ranks = nodes * inside
-        for log in logs:
-            if (nodes > 1) == several:
-                share = (2.0 if log.collective == "all_reduce" else 1.0) * (ranks - 1) / ranks
-                found.append(max(share * size / time / 1e3 for size, time in log.samples))
+    for log, results in read.items():
+        ranks = log.nodes * log.per_node
+        for one in results:
+            if (log.nodes > 1) == several:
+                share = PASSES.get(one.collective, 1) * (ranks - 1) / ranks
+                found.append(max(share * size / time / 1e3 for size, time in one.samples))
     return found
 
 
-def _gpu_by_rate(read: Sequence[Read]) -> str:
-    """The accelerator whose links carry what was measured."""
+def _gpu_by_rate(read: Logs) -> str:
+    """Return the accelerator whose links carry what was measured."""
     alone, between = max(_rates(read, several=False), default=0.0), max(_rates(read, several=True), default=0.0)
     # A ring between nodes has at most what NVLink has; in-switch sums reach 1.3 times that.
     limits = (("a40", 30.0, 0.0), ("v100", 130.0, 0.0), ("a100", 250.0, 240.0), ("h100", 500.0, 500.0))
@@ -202,14 +211,14 @@ def _gpu_by_rate(read: Sequence[Read]) -> str:
     return "b200"
 
 
-def _card_gbit(read: Sequence[Read], nics: int) -> int:
-    """The least line rate that carries the slowest of the rates between nodes; two nodes may show twice a card's."""
+def _card_gbit(read: Logs, nics: int) -> int:
+    """Return the least line rate that carries the slowest inter-node rate; two nodes may show twice a card's."""
     rate = min(_rates(read, several=True)) / nics * 8.0
     return next((gbit for gbit in _CARDS_GBIT if 0.97 * gbit >= rate), _CARDS_GBIT[-1])
 
 
 def _candidates(machine: Nccl, network: str | None, per_node: int) -> list[Nccl]:
-    """The machine on every network that it may have."""
+    """Return the machine on every network that it may have."""
     known = get_args(Network)
     if network is not None and network not in known:
         raise InputError(f"--network: found {network!r}, expected one of: {', '.join(known)}")

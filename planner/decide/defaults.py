@@ -1,5 +1,14 @@
-"""What deciding does where nothing else is asked for; the command line shows it, and has to import it in no time."""
+"""The default pipeline, and fixed parts of notes: for modules that show them and must not import the rest."""
 
 from __future__ import annotations
 
 DEFAULT_PASSES = "merge,topology,shard_updates,late_gather"
+
+NO_GAIN = "nothing to gain: "
+"""Beginning of the note that the plan is hardly shorter than what users have without one."""
+
+ALLOWED = " was allowed, but "
+"""Part of the note that says why no plan of a class was taken."""
+
+MORE = "bounded:all"
+"""Name of the alternative that `--compress all` would give, where less is planned by default."""

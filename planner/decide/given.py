@@ -1,96 +1,69 @@
 """`planner optimize --from-schedule`: a plan of a schedule that the user wrote or edited.
 
-Everything is decided as without it, so that the plan has the same baselines, alternatives and notes; then the schedule
-takes the place of what was decided.
+Everything is decided as without it, so that the plan has the same baselines, alternatives and notes; the schedule is a
+candidate that is required.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import replace
 
 from planner.decide.defaults import DEFAULT_PASSES
-from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes
-from planner.decide.sharded_step import check_allow
-from planner.documents.catalog import find_cluster, find_profile, name_of
-from planner.documents.profile import Cluster, Profile
+from planner.decide.plan_request import Request
 from planner.emit.lower import lower
 from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.codecs import by_codec
-from planner.model.modes.late_gather import LateGather
-from planner.model.modes.local_updaters import LocalUpdaters, batch_prep_us
+from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import not_shared_reason
-from planner.model.problem import Problem, make_problem
+from planner.model.problem import Problem
 from planner.model.schedule_text import ScheduleText, read_schedule
 from planner.model.spending import spending
-from planner.passes.base import Bound, Pass, Pipeline, Result
+from planner.passes.base import Pass, Pipeline
 from planner.passes.delay import Delay, unsuited
 from planner.passes.joint import DEFAULT_COMPRESS, Joint
-from planner.passes.late_gather import late_gathers
 from planner.passes.local_async import LocalAsync
-from planner.passes.shard_updates import shared_bound
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Plan
 from runtime.plan.files import read_text
 
 
-def optimize_given(
-    profile: Profile | str | Path,
-    cluster: Cluster | str | Path | None,
-    path: str,
-    *,
-    accuracy: Accuracy = "exact",
-    allow: str | Sequence[str] = (),
-    max_memory_mib: float | None = None,
-) -> Plan:
-    """Return the plan of the schedule in a file, as `--print-after` prints it.
+def given_request(request: Request, path: str) -> Request:
+    """Return the request for a plan with the schedule in a file, as `--print-after` prints it.
 
     Args:
-        profile: as of `optimize`, and so are `cluster` and `max_memory_mib`.
+        request: the profile, the riskiest class and the interfaces allowed, and the memory limit.
         path: the file with the schedule.
-        accuracy: the riskiest class of schedule allowed.
-        allow: interfaces besides drop-in that the schedule may need.
 
     Raises:
-        InputError: as `optimize` does; or the schedule cannot be read, does not fit the profile, or is not allowed.
+        InputError: the schedule cannot be read, does not fit the profile, or is not allowed.
     """
-    if accuracy not in ACCURACIES:
-        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     text = read_schedule(read_text(path, "a schedule as --print-after prints it"), path)
-    machines = None if cluster is None else find_cluster(cluster)
-    problem = make_problem(find_profile(profile), machines, where=name_of(profile if cluster is None else cluster))
-    _check(problem, text, path, accuracy)
+    _check(request, text, path)
     schedule = text.schedule
-    needed = lower(problem, schedule).interfaces
-    if missing := [name for name in needed if name not in check_allow(allow)]:
+    needed = lower(request.problem, schedule).interfaces
+    if missing := [name for name in needed if name not in request.interfaces]:
         raise InputError(
             f"{path}: found a schedule that needs {' and '.join(missing)}, expected one that is drop-in; add "
             f"--allow {','.join(missing)}"
         )
-    return optimize(
-        profile,
-        cluster,
+    usual = parse_passes(DEFAULT_PASSES)
+    return replace(
+        request,
         accuracy=schedule.accuracy,
         allow=needed,
-        passes=Pipeline(_passes(schedule)),
-        max_memory_mib=max_memory_mib,
+        passes=Pipeline([*usual, *_lossy(schedule)]),
+        given=schedule,
     )
 
 
-def _passes(schedule: Schedule) -> list[Pass]:
-    """Return what decides as usual, and then the schedule in its place."""
-    usual = list(parse_passes(DEFAULT_PASSES))
-    if schedule.accuracy == "exact":
-        return [*usual, Given(schedule=schedule)]
+def _lossy(schedule: Schedule) -> list[Pass]:
+    """Return the lossy passes that decide what a plan reports of other choices of its class."""
     if schedule.accuracy == "bounded":
-        return [*usual, Joint(compress=_compress(schedule)), GivenBounded(schedule=schedule)]
+        return [Joint(compress=_compress(schedule))]
     updaters = isinstance(schedule.mode, LocalUpdaters)
-    return [*usual, GivenRelaxed(schedule=schedule, decided=LocalAsync() if updaters else Delay())]
+    return [] if schedule.accuracy == "exact" else [LocalAsync() if updaters else Delay()]
 
 
 def _compress(schedule: Schedule) -> str:
@@ -99,9 +72,9 @@ def _compress(schedule: Schedule) -> str:
     return "" if names == [DEFAULT_COMPRESS] else "|".join(names)
 
 
-def _check(problem: Problem, text: ScheduleText, path: str, accuracy: str) -> None:
+def _check(request: Request, text: ScheduleText, path: str) -> None:
     """Raise InputError where the schedule is riskier than allowed, cannot be verified, or has no price."""
-    schedule = text.schedule
+    problem, schedule, accuracy = request.problem, text.schedule, request.accuracy
     if ACCURACIES.index(schedule.accuracy) > ACCURACIES.index(accuracy):
         raise InputError(
             f"--accuracy {accuracy}: found a schedule in {path} that is {schedule.accuracy}; add --accuracy "
@@ -132,49 +105,3 @@ def _has_price(problem: Problem, bucket: Bucket) -> bool:
     except (KeyError, AssertionError):
         return False
     return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given(Pass):
-    """A schedule that takes the place of what other passes decide. In no registry: no text names a schedule."""
-
-    name: ClassVar[str] = "given"
-    decides_update: ClassVar[bool] = True
-    required: ClassVar[bool] = True
-
-    schedule: Schedule
-
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """Return the schedule that was given, with the bound of its class."""
-        bound: Bound | None = None
-        if isinstance(self.schedule.mode, LateGather):
-            bound = late_gathers(problem).bound
-        elif self.schedule.mode.shares_update:
-            bound = shared_bound(problem)
-        return Result(schedule=self.schedule, bound=bound)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenBounded(Given):
-    """A bounded schedule."""
-
-    accuracy: ClassVar[Accuracy] = "bounded"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenRelaxed(Given):
-    """A relaxed schedule."""
-
-    accuracy: ClassVar[Accuracy] = "relaxed"
-    what: ClassVar[str] = "the given schedule"
-
-    decided: Pass
-    """The pass that decides in its mode, for what a plan reports of the other choices."""
-
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """Return the schedule that was given; if it is also what the pass decides, with its notes and bound."""
-        found = self.decided.apply(schedule, problem)
-        if found.schedule == self.schedule:
-            return found
-        prep_us = batch_prep_us(problem) if isinstance(self.schedule.mode, LocalUpdaters) else 0.0
-        return Result(schedule=self.schedule, plan_fields=found.plan_fields, batch_prep_us=prep_us)

@@ -6,47 +6,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.decide.bounded import NO_GAIN, choose, split_passes
-from planner.decide.defaults import DEFAULT_PASSES
-from planner.decide.pipeline import AfterPass, parse_passes, run_passes, with_options
+from planner.decide.defaults import ALLOWED, DEFAULT_PASSES, MORE, NO_GAIN
+from planner.decide.lossy import compress_all, lossy_candidates
+from planner.decide.pipeline import AfterPass, run_passes
+from planner.decide.plan_request import Request
 from planner.decide.scaling import OPTIMAL, scaling_curve
-from planner.decide.sharded_step import (
-    allowed_passes,
-    alternative,
-    attach_step_plan,
-    check_allow,
-    choose_over_sharded,
-    find_sharing,
-    with_gain,
-    with_notes,
-)
-from planner.decide.solvers import SOLVER_SKIPPED, Solved, check_solver, solve
+from planner.decide.solvers import SOLVER_SKIPPED, Solved, solve
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
-from planner.documents.accelerators import check_memory
-from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.profile import Cluster, Profile, refuse_unmeasured
-from planner.documents.text import pluralize
+from planner.documents.text import ms, pluralize
 from planner.emit.lower import lower, predict
 from planner.emit.sources import describe_sources
 from planner.emit.timelines import baseline_prediction
-from planner.ir import ACCURACIES, Schedule
+from planner.ir import GAIN, Schedule
+from planner.model.modes import describe, late_gather, sharded, step_us
+from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import batch_prep_us
-from planner.model.modes.sharded import can_share, saves_memory
 from planner.model.norms import describe_norms, update_bound_us
-from planner.model.problem import Problem, make_problem
-from planner.passes.base import Bound, Pass
-from planner.passes.late_gather import LateGathers
+from planner.model.problem import Problem
+from planner.passes.base import Bound, Candidate, Pass
+from planner.passes.late_gather import LateGathers, late_gathers, needed_bytes
 from planner.passes.merge import merge_without_contention
+from planner.passes.select import select
+from planner.passes.shard_updates import sharded_bound
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.tables import has_two_links
-from runtime.errors import InputError
-from runtime.plan import Accuracy, Plan
+from runtime.pages import page
+from runtime.plan import Accuracy, Plan, StepPlan, UpdatePlan
 from runtime.plan.combinations import SOLVER, reason_against
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.predicted import Certificate, SolverBound
 
 NOTHING_TO_GAIN = 0.01
-"""Below this share of the step, a gain over DDP is not worth a claim."""
+"""Share of the step below which a gain over DDP is not worth a claim."""
 
 
 def optimize(
@@ -66,121 +58,265 @@ def optimize(
     max_delay: int | None = None,
     max_memory_mib: float | None = None,
 ) -> Plan:
-    """Decides how the gradients of a profiled step travel.
+    """Decide how the gradients of a profiled step are sent.
 
     Args:
         profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
-        accuracy: the class of plans allowed: `bounded` looks at sparsified plans too, `relaxed` also at delay. A
-            riskier one is taken where it is predicted at least 2 % faster than the best less risky one; it carries the
-            exact one as `fallback`.
-        allow: interfaces beside drop-in that the plan may have, by name: with `sharded-step` ranks share the
-            optimizer's step where that is predicted 2 % faster, or what every rank would hold does not fit into its
-            memory; with `late-gather`, which implies it, weights may be gathered beside the next forward.
+        accuracy: the class of plans allowed: `bounded` looks at compressed plans too, `relaxed` also at delay and local
+            updaters. A riskier one is taken where it is predicted at least 2 % faster than the best less risky one; it
+            carries the exact one as `fallback`.
+        allow: interfaces besides drop-in that the plan may have, by name: with `sharded-step` the optimizer's step is
+            sharded (ZeRO-1) where that is predicted 2 % faster, or the whole does not fit into the memory of a rank;
+            with `late-gather`, which implies it, weights may be gathered during the next forward.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`, as text or as passes.
             Exact passes run first; where lossy plans are allowed, `joint` and `delay` run after them, or what is named
             in their place.
         after_pass: called with (name, schedule, seconds) after each pass.
         solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
-        solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
+        solver_limit: its limit in deterministic time: equal on all machines, a second or a few for each 1.0.
         compress: for lossy plans, what may be done to a bucket: `wire` (all its elements in fewer bytes), `lowrank`
             (products in place of its matrices), `sparse` (its largest elements), several with commas between, `all` or
-            `none`; default: `wire`; what `all` would give is among the plan's `alternatives`.
+            `none`; default: `wire`. The plan's `alternatives` have what `all` would give.
+        max_ratio: for lossy plans, the largest ratio of a layer's elements to those that are sent; default: 1000, and
+            250 for recurrent and embedding layers.
         max_rank: for lossy plans, the largest rank of such a product; default: 4.
-        max_ratio: for lossy plans, the largest ratio of a layer's elements to those that travel; default: 1000, and 250
-            for recurrent and embedding layers.
-        protect: for lossy plans, patterns of gradients' names that travel whole, separated by `|`, beside biases and
-            normalization layers; with `none` among them, those are not protected.
-        max_delay: for relaxed plans, the largest k: after so many steps at the most come new weights; default: 4.
-
-        max_memory_mib: what each rank has for weights, gradients, the optimizer's state and activations; where that
-            is too little, ranks share the optimizer's step if that is allowed; if not, the notes say whether it would
-            help. Default: what the profile says, if anything.
+        protect: for lossy plans, patterns of names of gradients that are sent whole, separated by `|`, besides biases
+            and normalization layers; with `none` among them, those are not protected.
+        max_delay: for relaxed plans, the largest k, the number of steps from one pull of new weights to the next;
+            default: 4.
+        max_memory_mib: memory of a rank for weights, gradients, the optimizer's state and activations; where that is
+            too little, the optimizer's step is sharded if that is allowed; if not, notes report whether it would help.
+            Default: what the profile has, if anything.
 
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
 
     Raises:
         InputError: a document is wrong, there is no cluster, or one that was not measured for plans of this class; an
-            option is unknown, or the solver cannot take on so many gradients; a pass does what is not allowed.
+            option is unknown, or the solver cannot take on that many gradients; a pass does what is not allowed.
         CheckFailed: the solver contradicts the dynamic program.
     """
-    if accuracy not in ACCURACIES:
-        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    limit = check_solver(solver, solver_limit)
-    parsed = parse_passes(passes) if isinstance(passes, str) else passes
-    exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay, compress, max_rank)
-    exact_passes = with_options(exact_passes, memory_mib=check_memory(max_memory_mib))
-    sharing = find_sharing(exact_passes)
-    allow = check_allow(allow)
-    pipeline = allowed_passes(exact_passes, allow)
-    where = name_of(profile if cluster is None else cluster)
-    machines = None if cluster is None else find_cluster(cluster)
-    problem = make_problem(find_profile(profile), machines, where=where)
-    refuse_unmeasured(problem.cost.cluster, accuracy, where)
-    start = best_baseline(problem)
-    found = run_passes(pipeline, start, problem, after_pass)
-    skipped = solver == "cpsat" and reason_against(found.schedule.mode.name, SOLVER) is not None
-    solved = solve(problem, found.schedule, limit) if solver == "cpsat" and not skipped else None
-    schedule = solved.schedule if solved else found.schedule
-    other = alternative(problem, schedule, start, exact_passes, sharing)
-    late = any(isinstance(each, LateGathers) for each in pipeline)
-    exact = _exact(problem, schedule, solved, found.bound)
-    exact = plan = attach_step_plan(problem, exact, schedule, other, sharing, late=late)
-    if SHARDED_STEP in allow:
-        plan = with_notes(problem, plan, sharing)
-    if max_memory_mib is not None:
-        unused = "the pass shard_updates heeds it, and is not among the passes; add it to --passes"
-        if sharing is not None:
-            unused = sharing.memory_limit_unused_reason(problem)
-        if unused:
-            plan = replace(plan, notes=(*plan.notes, f"--max-memory-mib {max_memory_mib:g} changes nothing: {unused}"))
+    return decide(Request(**locals()))
+
+
+def decide(request: Request) -> Plan:
+    """Return the plan that a request asks for. Raises InputError and CheckFailed as `optimize`."""
+    problem = request.problem
+    refuse_unmeasured(problem.cost.cluster, request.accuracy, request.where)
+    exact, replicated, solved = _exact_candidates(request)
+    skipped = request.cpsat_limit is not None and solved is None
+    plan = _with_step_plan(request, _exact_plan(problem, exact, solved), exact.schedule, replicated)
+    step = plan.updates.step if plan.updates else None
+    notes: list[str] = []
+    if SHARDED_STEP in request.interfaces and request.sharding is not None and request.sharding.step != "never":
+        late = step is not None and step.gather == "forward"
+        notes += late_gather.notes(problem, step) if step is not None and late else sharded.notes(problem, step)
+    if (unused := _unused_memory_limit(request)) and request.max_memory_mib is not None:
+        notes.append(f"--max-memory-mib {request.max_memory_mib:g} changes nothing: {unused}")
+    plan = replace(plan, notes=(*plan.notes, *notes))
     if skipped and plan.certificate is not None:
         note = f"{plan.certificate.note}; {SOLVER_SKIPPED}"
         plan = replace(plan, certificate=replace(plan.certificate, note=note))
-    if accuracy != "exact":
-        solver_limit = limit if solver == "cpsat" else None
-        # Riskier plans cannot share the step: they are first held against the best exact one that does not either.
-        sharded = plan if schedule.mode.shares_update and other is not None else None
-        if sharded is not None and other is not None:
-            plan, schedule = _exact(problem, other), other
-        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, solver_limit)
-        if sharded is not None:
-            required = sharing is not None and sharing.memory_requires_sharding(problem)
-            plan = choose_over_sharded(
-                sharded,
-                plan,
-                memory_requires_sharding=required and saves_memory(problem, found.schedule),
-                batch_prep_us=batch_prep_us(problem),
-            )
-    if SHARDED_STEP not in allow:
-        plan = with_gain(problem, plan, exact, sharing, batch_prep_us=batch_prep_us(problem))
+    if request.accuracy != "exact":
+        shares = exact.schedule.mode.shares_update
+        # Lossy plans cannot shard the step: they are first compared with the best exact one that does not either.
+        fallback = _exact_plan(problem, Candidate(schedule=replicated)) if shares else plan
+        chosen = _choose(request, fallback, replicated)
+        plan = _over_sharded(request, replace(exact, plan=plan), chosen) if shares else chosen.plan or plan
+    if SHARDED_STEP not in request.interfaces and request.sharding is not None and step is not None:
+        own_us = plan.predicted.iteration_us if plan.predicted else 0.0
+        own_us -= batch_prep_us(problem) if describe(plan).makes_batches else 0.0
+        plan = replace(plan, notes=(*plan.notes, *sharded.gain_note(problem, step, own_us)))
     return replace(plan, loading=problem.profile.loading)
 
 
-def _exact(problem: Problem, schedule: Schedule, solved: Solved | None = None, bound: Bound | None = None) -> Plan:
-    """The plan of an exact schedule with all that is said beside it; `bound`: as its pass knows it."""
+def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | None]:
+    """Return the best exact candidate (or the exact schedule that was given), the best schedule in which each rank
+    updates all weights, and what the constraint program found if it was asked.
+    """
+    problem, given, solved = request.problem, request.given, None
+    found = run_passes(request.exact, best_baseline(problem), problem, request.after_pass)
+    replicated = found.replicated
+    if given is not None and given.accuracy == "exact":
+        found = Candidate(schedule=given, bound=_bound_of(problem, given), required=True)
+    if request.cpsat_limit is not None and reason_against(found.schedule.mode.name, SOLVER) is None:
+        solved = solve(problem, found.schedule, request.cpsat_limit)
+        found = replace(found, schedule=solved.schedule)
+    if replicated is None or not found.schedule.mode.shares_update:
+        replicated = found.schedule
+    return found, replicated, solved
+
+
+def _bound_of(problem: Problem, schedule: Schedule) -> Bound | None:
+    """Return the bound of the class of a sharded schedule; None for others, whose bound the certificate finds."""
+    if isinstance(schedule.mode, LateGather):
+        return late_gathers(problem).bound
+    return sharded_bound(problem) if schedule.mode.shares_update else None
+
+
+def _exact_plan(problem: Problem, found: Candidate, solved: Solved | None = None) -> Plan:
+    """Return the plan of an exact candidate, with baselines, certificate, scaling curve, sources and notes."""
     baselines = {}
     for name in BASELINES:
         baseline = make_schedule(problem, name)
         baselines[name] = baseline_prediction(problem, baseline, predict(problem, baseline, timeline=True))
-    plan = lower(problem, schedule)
+    plan = lower(problem, found.schedule)
     assert plan.predicted is not None
     here_us = {name: of.iteration_us for name, of in ({OPTIMAL: plan.predicted} | baselines).items()}
+    shares = found.schedule.mode.shares_update
     return replace(
         plan,
         baselines=baselines,
-        certificate=_certify(problem, plan.predicted.iteration_us, solved, bound),
-        scaling=scaling_curve(
-            problem, here_us, ":".join([OPTIMAL, *plan.interfaces[-1:]]) if schedule.mode.shares_update else OPTIMAL
-        ),
+        certificate=_certify(problem, plan.predicted.iteration_us, solved, found.bound),
+        scaling=scaling_curve(problem, here_us, ":".join([OPTIMAL, *plan.interfaces[-1:]]) if shares else OPTIMAL),
         sources=describe_sources(problem),
         notes=_notes(problem, plan, baselines["ddp"].iteration_us),
     )
 
 
+def _with_step_plan(request: Request, plan: Plan, schedule: Schedule, replicated: Schedule) -> Plan:
+    """Return the plan with all predictions of the optimizer's step, where it could be sharded."""
+    problem, sharding = request.problem, request.sharding
+    if sharding is None or not sharded.can_share(problem):
+        return plan
+    late = isinstance(schedule.mode, LateGather)
+    whole = replace(replicated, norms=None)
+    if schedule.mode.shares_update and not late:
+        shared: Schedule | None = schedule
+    else:
+        found = sharding.sharded(whole, problem)
+        shared = None if found is None else found.schedule
+    needs_bytes = None if shared is None else sharded.sharded_bytes(problem, shared)
+    late_us = None
+    if late:
+        late_us, needs_bytes = step_us(problem, schedule), needed_bytes(problem, schedule)
+    elif any(isinstance(each, LateGathers) for each in request.exact):
+        late_us = step_us(problem, late_gathers(problem).schedule)
+    step = (plan.updates.step if plan.updates else None) or StepPlan(sharded=schedule.mode.shares_update)
+    step = replace(
+        step,
+        replicated_us=step_us(problem, replicated),
+        sharded_us=None if shared is None else step_us(problem, shared),
+        gather_us=step.gather_us or (None if shared is None else sum(sharded.gathers_us(problem, shared.buckets))),
+        replicated_bytes=sharded.replicated_bytes(problem),
+        sharded_bytes=needs_bytes,
+        memory_bytes=sharded.memory_bytes(problem, sharding.memory_mib),
+        late_us=late_us,
+    )
+    return replace(plan, updates=UpdatePlan(norms=plan.updates.norms if plan.updates else None, step=step))
+
+
+def _unused_memory_limit(request: Request) -> str:
+    """Return why a limit of memory decides nothing; empty where it may."""
+    if request.sharding is None:
+        return "the pass shard_updates heeds it, and is not among the passes; add it to --passes"
+    return sharded.unused_limit_reason(request.problem)
+
+
+def _choose(request: Request, exact: Plan, schedule: Schedule) -> Candidate:
+    """Return the selected lossy candidate, its plan with the exact one as its fallback; else the exact candidate.
+
+    Args:
+        request: what is asked for.
+        exact: the exact plan, complete but for what it reports of lossy ones.
+        schedule: the schedule of it.
+    """
+    problem, accuracy = request.problem, request.accuracy
+    candidates = list(lossy_candidates(request, schedule))
+    more = compress_all(request, schedule, candidates[0])
+    beyond = [] if more is None else [_more_note(problem, candidates[0], more)]
+    fields = {name: value for each in candidates for name, value in each.plan_fields.items()}
+    # A plan file says once what holds for every plan in it.
+    fallback = replace(exact, baselines=None, scaling=None, sources=None, notes=())
+    exact = replace(exact, **fields)
+    chosen, refused = select(problem, [Candidate(schedule=schedule), *candidates])
+    others = _alternatives(problem, candidates, chosen, more)
+    if chosen.plan is None:
+        why = f"{accuracy}{ALLOWED}{', and '.join(refused.values())}: the plan is exact"
+        exact = replace(exact, alternatives=others or None, notes=(*exact.notes, why, *beyond))
+        return replace(chosen, plan=exact)
+    riskier = [refused[each.what] for each in candidates[candidates.index(chosen) + 1 :] if each.what in refused]
+    beyond += [f"relaxed{ALLOWED}{', and '.join(riskier)}"] if riskier else []
+    plan = replace(
+        chosen.plan,
+        baselines=exact.baselines,
+        scaling=exact.scaling,
+        sources=exact.sources,
+        **fields,
+        fallback=fallback,
+        alternatives={"exact": fallback, **others},
+        # What holds of the exact plan does not of this one.
+        notes=(
+            *(note.replace(NO_GAIN, f"exact plans have {NO_GAIN}") for note in exact.notes),
+            *chosen.plan.notes,
+            *beyond,
+        ),
+    )
+    return replace(chosen, plan=plan)
+
+
+def _more_note(problem: Problem, planned: Candidate, more: Candidate) -> str:
+    optimizer, why = problem.profile.compute.optimizer, ""
+    if optimizer is not None and optimizer.adaptive:
+        why = (
+            f"; selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
+            f"({page('results/lags')})"
+        )
+    return (
+        f"--compress all would take {ms(more.step_us(problem))} in place of {ms(planned.step_us(problem))}, by low "
+        f"rank or by sending selected elements, which may cost much of the loss: compare first "
+        f"({page('concepts/compression')}){why}"
+    )
+
+
+def _alternatives(
+    problem: Problem, candidates: Sequence[Candidate], chosen: Candidate, more: Candidate | None
+) -> dict[str, Plan]:
+    """Return the best plan of each lossy class but the chosen one's, and what `--compress all` would give."""
+    found: dict[str, Candidate] = {}
+    for each in candidates:
+        name = each.schedule.accuracy
+        if each.plan is not None and name != chosen.schedule.accuracy:
+            found[name] = min(found.get(name, each), each, key=lambda one: one.own_us(problem))
+    found |= {MORE: more} if more else {}
+    return {name: replace(each.plan, notes=()) for name, each in found.items() if each.plan is not None}
+
+
+def _over_sharded(request: Request, exact: Candidate, lossy: Candidate) -> Plan:
+    """Return the plan with a sharded step, or the lossy one, which cannot have it, where that is selected.
+
+    Args:
+        request: what is asked for.
+        exact: the best exact candidate.
+        lossy: the candidate chosen over the best exact one without a sharded step; perhaps it is that itself.
+    """
+    shared, riskier, problem = exact.plan, lossy.plan, request.problem
+    assert shared is not None
+    assert riskier is not None
+    step = shared.updates.step if shared.updates else None
+    limit_bytes = None if step is None else step.memory_bytes
+    exact = replace(exact, memory_bytes=None if step is None else step.sharded_bytes)
+    lossy = replace(lossy, memory_bytes=sharded.replicated_bytes(problem))
+    if riskier.accuracy != "exact" and select(problem, [exact, lossy], limit_bytes)[0] is lossy:
+        return riskier
+    others = dict(riskier.alternatives or {})
+    if riskier.accuracy != "exact":
+        own = replace(riskier, baselines=None, scaling=None, fallback=None, alternatives=None)
+        others = {**others, riskier.accuracy: own}
+    others.pop("exact", None)
+    demanded = step is not None and sharded.memory_demands(step)
+    why = "memory demands a shared step, which lossy plans do not have" if demanded else (
+        f"none wins {GAIN:.0%} over ranks that share the optimizer's step")  # fmt: skip
+    return replace(
+        shared, frontier=riskier.frontier, delays=riskier.delays, updaters=riskier.updaters,
+        alternatives=others or None,
+        notes=(*shared.notes, f"riskier plans were allowed, but {why}: the plan is exact"),
+    )  # fmt: skip
+
+
 def _certify(problem: Problem, iteration_us: float, solved: Solved | None, bound: Bound | None) -> Certificate:
-    """How far a step is from the best exact one under the cost model; the solver's bound counts where higher."""
+    """Return how far a step is from the best exact one by the cost model; a higher bound of the solver counts."""
     if bound is not None:
         return bound.certificate(iteration_us)
     # When the last bucket has come at the earliest, where compute and network do not slow each other down.
@@ -210,7 +346,7 @@ def _certify(problem: Problem, iteration_us: float, solved: Solved | None, bound
         notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
     if not exact and counts:
         notes.append(f"the bound is that of {bound_of}")
-    if can_share(problem):
+    if sharded.can_share(problem):
         notes.append("among drop-in plans")
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")

@@ -1,4 +1,4 @@
-"""Runs passes over a schedule: parses `merge{labels=4}`, verifies between, times, and hands out for printing."""
+"""Pipelines of passes: reading `merge{labels=4}`, and running with checks and times between passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from planner.ir import Schedule, Synchronous
 from planner.model.problem import Problem
 from planner.passes import PASSES
-from planner.passes.base import Frontier, Pass, Pipeline, Result
+from planner.passes.base import Candidate, Frontier, Pass, Pipeline
 from planner.verify import verify
 from runtime.debug import asked_events
 from runtime.errors import InputError
@@ -73,47 +73,55 @@ def run_passes(
     after_pass: AfterPass | None = None,
     *,
     accuracy: str = "exact",
-) -> Result:
-    """Apply the passes in order; the verifier runs before the first and after each. Return the last one's result, with
-    what the ones before it say of the plan.
+) -> Candidate:
+    """Apply the passes in order; the verifier runs before the first and after each.
 
-    What ranks share of the update does not depend on how gradients are sent, so passes that decide on that alone do not
-    see it.
+    How the update is sharded does not depend on how gradients are sent, so passes that decide on that alone do not see
+    it.
+
+    Returns:
+        The last candidate, with what those before it report of the plan.
     """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
     norms = (len(problem.norm_layers), problem.ranks)
     verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
-    result = Result(schedule=schedule)
+    found = Candidate(schedule=schedule)
     for current in passes:
         started = time.perf_counter()
-        before = result
-        result = current.apply(before.schedule if current.decides_update else before.schedule.unshared, problem)
-        schedule, bound = result.schedule, result.bound
-        if current.decides_update and bound is None and schedule == before.schedule:
-            bound = before.bound
-        if not current.decides_update and schedule.mode == Synchronous():
-            shared = before.schedule.mode.fitted(len(schedule.buckets))
-            kept = shared if shared.shares_update else schedule.mode
-            schedule = replace(schedule, norms=before.schedule.norms, mode=kept)
-            bound = before.bound if kept.shares_update else bound
-        result = replace(
-            result,
-            schedule=schedule,
-            plan_fields={**result.plan_fields, **before.plan_fields},
-            bound=bound,
-            frontier=_joined(before.frontier, result.frontier),
-        )
-        verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+        found = _merged(found, current, problem)
+        verify(found.schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         seconds = time.perf_counter() - started
         if after_pass is not None:
-            after_pass(current.name, schedule, seconds)
+            after_pass(current.name, found.schedule, seconds)
         if "schedule" in asked_events():
-            LOGGER.debug("after %s (%.1f ms):\n%s", current, seconds * 1e3, schedule)
-    return result
+            LOGGER.debug("after %s (%.1f ms):\n%s", current, seconds * 1e3, found.schedule)
+    return found
+
+
+def _merged(before: Candidate, current: Pass, problem: Problem) -> Candidate:
+    """Return what a pass makes of a candidate, with what that knew of the plan and of the update."""
+    found = current.apply(before.schedule if current.decides_update else before.schedule.unshared, problem)
+    schedule, bound, replicated = found.schedule, found.bound, found.replicated or before.replicated
+    if current.decides_update and bound is None and schedule == before.schedule:
+        bound = before.bound
+    if not current.decides_update and schedule.mode == Synchronous():
+        shared = before.schedule.mode.fitted(len(schedule.buckets))
+        replicated = None if replicated is None else replace(schedule, norms=replicated.norms)
+        schedule = replace(schedule, norms=before.schedule.norms)
+        if shared.shares_update:
+            schedule, bound = replace(schedule, mode=shared), before.bound
+    return replace(
+        found,
+        schedule=schedule,
+        plan_fields={**found.plan_fields, **before.plan_fields},
+        bound=bound,
+        replicated=replicated,
+        frontier=_joined(before.frontier, found.frontier),
+    )
 
 
 def _joined(first: Frontier | None, second: Frontier | None) -> Frontier | None:
-    """The frontier of two bounded passes: the better one, with a bound for what either looked at."""
+    """Return the better frontier of two bounded passes, with a bound for what either looked at."""
     if first is None or second is None:
         return first or second
     better = min(first, second, key=lambda frontier: frontier.best.iteration_us)
@@ -121,7 +129,7 @@ def _joined(first: Frontier | None, second: Frontier | None) -> Frontier | None:
 
 
 def with_options(passes: Sequence[Pass], **given: Any) -> tuple[Pass, ...]:
-    """The passes with options of the command, as far as they have options of these names and no values of their own."""
+    """Return the passes with options of the command that they have by these names and set no values for."""
     made: list[Pass] = []
     for each in passes:
         missing = {name: value for name, value in given.items() if value is not None and not getattr(each, name, True)}

@@ -1,4 +1,4 @@
-"""What the plan and its baselines would take on other numbers of ranks of the same cluster."""
+"""Steps of the plan and its baselines on other numbers of ranks of the same cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRADIENTS_SOLVED_LATE = 1_200
 
 
 def scaling_curve(problem: Problem, here_us: Mapping[str, float], strategy: str = OPTIMAL) -> tuple[ScalingPoint, ...]:
-    """The step of `optimal` and the baselines at powers of two where the cluster allows them, by number of ranks.
+    """Return the step of `optimal` and the baselines, by number of ranks, at powers of two that the cluster allows.
 
     `here_us` has the steps on the plan's own ranks by strategy, `strategy` stands as `optimal` for the plan on others.
     Very large problems get the point of the plan's own ranks and few others.
@@ -45,7 +45,7 @@ def scaling_curve(problem: Problem, here_us: Mapping[str, float], strategy: str 
 
 
 def _rank_counts(cluster: Cluster) -> list[int]:
-    """Powers of two within a node, then powers of two of whole nodes; without the cluster's own number."""
+    """Return powers of two within a node, then powers of two of whole nodes; without the cluster's own number."""
     most = min(max(LEAST_RANKS, FACTOR * cluster.ranks), max(MOST_RANKS, cluster.ranks))
     powers = [2**exponent for exponent in range(most.bit_length())]
     within = [ranks for ranks in powers if ranks < cluster.ranks_per_node]
@@ -54,7 +54,7 @@ def _rank_counts(cluster: Cluster) -> list[int]:
 
 
 def _at(problem: Problem, ranks: int) -> Problem | None:
-    """The problem on another number of ranks; None where the cluster has no cost for it."""
+    """Return the problem on another number of ranks; None where the cluster has no cost for it."""
     try:
         resize(problem.cost.cluster, ranks)
         return Problem(profile=problem.profile, cost=communication_cost(problem.cost.cluster, ranks))
@@ -63,7 +63,7 @@ def _at(problem: Problem, ranks: int) -> Problem | None:
 
 
 def _subsample(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of the values, evenly spread, the last one among them."""
+    """Return at most `most` of the values, evenly spread, the last one among them."""
     if most <= 0:
         return []
     # Counted from the end: what a curve is looked at for is its largest number of ranks.

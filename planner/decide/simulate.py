@@ -33,6 +33,8 @@ DEFAULT_STRATEGIES = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "optimal
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
+    """A strategy on a number of ranks, predicted."""
+
     strategy: str
     ranks: int
     iteration_us: float
@@ -44,22 +46,21 @@ class Simulation:
     extrapolated: bool
     cost_source: str
     idle_us: dict[str, float]
-    """By resource: how long it does nothing in a step."""
+    """Time that each resource is idle in a step."""
     message_bytes: dict[str, float]
-    """By network: bytes of the messages that one rank gives to the collectives of a step (a mean one, with delay)."""
+    """Bytes of the messages that one rank passes to the collectives of a step (a mean one, with delay), by network."""
     critical_path: dict[str, float] | None = None
-    """By kind of task: its share of the chain of tasks that the step's length comes from."""
+    """Share of the critical path that each kind of task has."""
     ratios: dict[str, float] | None = None
-    """By layer, for `lags`: its elements over those that travel."""
+    """Elements of each layer over those that are sent, for `lags`."""
     quantiles_us: dict[str, float] | None = None
-    """Of the step time, where jitter was asked for."""
+    """Quantiles of the step, if jitter was asked for."""
     interval_us: tuple[float, float] | None = None
-    """Of the step time, where a library's model says what messages cost: with all of them as fast, and as slow, as 9 of
-    10 measurements allow."""
+    """The step with all messages as fast, and as slow, as 9 of 10 measurements of a library's model allow."""
     lower_bound_us: float | None = None
-    """No schedule of the strategy's class has a shorter step, where a solver was asked."""
+    """Lower bound on steps of the strategy's class, if a solver was asked."""
     what_if: tuple[str, ...] = ()
-    """Changes to the profile and its cluster, in words."""
+    """Changes to the profile and its cluster, as text."""
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self) | {"what_if": list(self.what_if)}
@@ -76,18 +77,16 @@ def simulate(
     solver: str = "dp",
     solver_limit: float | None = None,
 ) -> list[Simulation]:
-    """Predicts the step of each strategy on each number of ranks.
+    """Predict the step of each strategy on each number of ranks.
 
     Args:
         profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
-        strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`, and for
-            comparison only, for plans do not have them: `torus_2d`, `slgs:DENSITY`, `lags:MAX_RATIO`, `hitopk:DENSITY`.
-            Of `ssd:STEPS`, delayed synchronization, the mean step in its steady state; of `lap:UPDATERS`,
-            `lpp:UPDATERS`, `l_sgd:STEPS` and `pl_sgd:STEPS` what a rank takes for a minibatch on average.
+        strategies: names of `planner.decide.strategies.STRATEGIES`, such as `wfbp:layer`, `ddp:25` and `optimal`. With
+            delay a step is the mean one in the steady state; with local updaters, the time of a rank's minibatch.
         ranks: numbers of ranks; default: the cluster's.
         what_if: changes to the profile and the cluster before anything is predicted.
-        critical_path: also say which kinds of task the step's length comes from.
+        critical_path: also give the shares of kinds of task in the critical path.
         solver: `cpsat` looks for better schedules of `optimal` and `torus_2d`, and gives `lower_bound_us`.
         solver_limit: deterministic time that it may take for each.
 
@@ -182,7 +181,7 @@ def _interval_us(problem: Problem, schedule: Schedule) -> tuple[float, float] | 
 
 
 def idle_us(timeline: Timeline) -> dict[str, float]:
-    """By resource: how long of the step it does nothing; of several steps, of a mean one."""
+    """Return the time that each resource is idle in a step; of several steps, in a mean one."""
     steps = timeline.steps if isinstance(timeline, CycleTimeline) else 1
     resources = dict.fromkeys(["compute", *(span.resource for span in timeline.spans)])
     return {name: max(0.0, timeline.iteration_us - busy_us(timeline.on(name)) / steps) for name in resources}

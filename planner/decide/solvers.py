@@ -1,4 +1,4 @@
-"""`--solver cpsat`: a second, independent word on a schedule, by constraint programming: a better one, and a bound.
+"""`--solver cpsat`: an independent check of a schedule by constraint programming: a better one, and a bound.
 
 The dynamic programs stay the default: on one network without contention they are exact, and a thousand times as fast.
 """
@@ -12,11 +12,11 @@ from typing import NoReturn
 import numpy as np
 
 from planner.ir import Schedule
-from planner.model.modes import simulate_schedule
+from planner.model.modes import best_of, simulate_schedule
 from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
 from planner.model.step import Overlap
-from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention
+from planner.passes.merge import boundaries, merge_problem, merge_without_contention
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
@@ -47,7 +47,7 @@ class Solved:
 
     schedule: Schedule
     bound_us: float
-    """No schedule of this class has a shorter step."""
+    """Lower bound on steps of this class."""
     proven: bool
     error_us: float
     limit: float
@@ -55,7 +55,7 @@ class Solved:
 
 
 def check_solver(solver: str, limit: float | None = None) -> float:
-    """The limit in deterministic time (default: the solver's own).
+    """Return the limit in deterministic time (default: the solver's own).
 
     Raises:
         InputError: no such solver or limit.
@@ -72,8 +72,8 @@ def check_solver(solver: str, limit: float | None = None) -> float:
 
 
 def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved:
-    """The best exact schedule that the solver and `schedule` know: of flat all-reduces, and on two kinds of link of all
-    forms of dense buckets.
+    """Return the best exact schedule of the solver and the given one: of flat all-reduces, and on intra-node and
+    inter-node links of all forms of dense buckets.
 
     Raises:
         CheckFailed: solver and dynamic program contradict each other.
@@ -97,7 +97,7 @@ def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> So
 
 
 def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
-    """On two kinds of link, as where compute and network do not slow each other down."""
+    """Return the best on intra-node and inter-node links, without contention."""
     if problem.count >= MAX_LINK_PLACES:
         raise InputError(
             f"the solver cpsat: found {problem.count} gradients on two kinds of link, expected at most "
@@ -119,7 +119,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
 
 
 def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:
-    """As `solve`, for a strategy by name; None where that follows a fixed rule, or sends nothing."""
+    """Return what `solve` does for a strategy by name; None where that follows a fixed rule, or sends nothing."""
     if strategy == "optimal":
         return solve(problem, schedule, limit)
     arrays = phased_problem(problem) if strategy == TORUS_2D.algorithm else None

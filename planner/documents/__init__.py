@@ -1,1 +1,1 @@
-"""profile.json, cluster.json and the catalogue as records. Imports no torch."""
+"""Records of profile.json, cluster.json and the catalogue. Imports no torch."""

@@ -17,7 +17,7 @@ ROOM = 0.92
 
 
 class Accelerator(NamedTuple):
-    """What one of them can do, by its vendor's data sheet."""
+    """Peak rates and memory of an accelerator, by its vendor's data sheet."""
 
     tensor_flops: float
     """Dense FLOP/s of its matrix units in BF16 (FP16 on Volta); 0 without such units."""
@@ -28,7 +28,7 @@ class Accelerator(NamedTuple):
 
     @property
     def dense_flops(self) -> float:
-        """The peak that a share of is reached in training."""
+        """Return the peak that shares reached in training refer to."""
         return self.tensor_flops or self.flops
 
 
@@ -57,7 +57,7 @@ AMD, without sparsity; of a K80 one of its two GPUs, with boost; P102-100 from i
 A 4090 counts with FP32 accumulation."""
 
 SCALED_WITHIN = 0.35
-"""By what share a measured time that was scaled to another accelerator may be off. `speed_ratio` is 21 % off at most on
+"""Relative error of a time that was scaled to another accelerator. `speed_ratio` is 21 % off at most on
 published pairs: ResNet-50 on K80, V100 and A100, and MPT on A100 and H100 (tests/null/documents/test_accelerators.py);
 pairs further apart were not checked."""
 

@@ -20,7 +20,7 @@ Kind = Literal["model", "cluster"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "profiles"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "profiles"
-"""The documents: a wheel has them inside of the package; a checkout, also installed as editable, has them beside it."""
+"""Folder of the documents: inside of the package in a wheel, next to it in a checkout, also installed as editable."""
 
 MAX_SUGGESTIONS = 3
 
@@ -93,7 +93,7 @@ def search(text: str) -> list[Entry]:
 
 
 def find_profile(given: Profile | str | Path) -> Profile:
-    """A profile as given: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`.
+    """Return the profile that is meant: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`.
 
     Raises InputError: neither a file nor a name (lists the near and the known ones); the document is wrong.
     """
@@ -106,7 +106,7 @@ def find_profile(given: Profile | str | Path) -> Profile:
 
 
 def find_cluster(given: Cluster | str | Path) -> Cluster:
-    """A cluster as given: a record, the path of cluster.json, or a name. Raises as `find_profile` does."""
+    """Return the cluster that is meant: a record, the path of cluster.json or a name. Raises as `find_profile` does."""
     if isinstance(given, Cluster):
         return given
     checked_path(given)

@@ -1,9 +1,10 @@
-"""What a profile's compute times rest on, and the same times on another accelerator. Torch-free."""
+"""Basis of a profile's compute times, and the same times on another accelerator. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 from planner.documents.accelerators import (
     ACCELERATORS,
@@ -13,35 +14,36 @@ from planner.documents.accelerators import (
     memory_ratio,
     speed_ratio,
 )
-from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.profile import Cluster, ComputeProfile, Profile
 from planner.documents.units import Units
 from runtime.errors import InputError
+from runtime.plan.strict_json import Record
 
+T = TypeVar("T")
 Basis = Literal["measured", "scaled", "estimated", "as profiled"]
 
 PUBLISHED_WITHIN, ASSUMED_WITHIN = 0.15, 1.0
-"""By what share estimated times may be off: where the share of the peak was published for the accelerator (other
+"""Relative errors of estimated times: if the share of the peak was published for the accelerator (other
 micro-batches alone move that of MPT by 6 %), and where it is assumed (published ones lie between 0.42 and 0.69)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeBasis:
-    """On which accelerator a profile computes on a cluster, and how its times are known."""
+    """Accelerator on which a profile computes on a cluster, and how its times are known."""
 
     basis: Basis
     """`as profiled`: one of the two does not name its accelerator, so that the times are taken as they are."""
     accelerator: str | None
-    """Of the cluster; where that names none, the profile's as it was measured. None: neither is known."""
+    """Accelerator of the cluster; if it names none, the one that was measured on. None: neither is known."""
     measured_on: str | None
-    """What the profile says: the name of a device, or of its kind."""
+    """Accelerator in the profile: the name of a device, or of its kind."""
     speed: float = 1.0
-    """How many times as fast forward and backward are as profiled."""
+    """Speed of forward and backward relative to the profile."""
     within: float | None = None
-    """By what share the times may be off; None for measured ones."""
+    """Relative error of the times; None for measured ones."""
 
     def __str__(self) -> str:
-        """In words.
+        """Return the basis in words.
 
         >>> print(ComputeBasis(basis="scaled", accelerator="h100", measured_on="V100", speed=5.43, within=0.35))
         compute scaled from V100: 5.43 times as fast, ± 35%
@@ -61,23 +63,19 @@ class ComputeBasis:
 def compute_basis(profile: Profile, cluster: Cluster) -> ComputeBasis:
     """Return what the compute times of `on_accelerator(profile, cluster)` rest on."""
     estimate, new = profile.compute.estimate, cluster.computes_on
-    world = profile.world
     if estimate is not None:
         name = new or estimate.gpu
+        basis: Basis = "estimated" if new else "as profiled"
         published = name in estimate.efficiency or kind_of(name) in estimate.efficiency
-        within = PUBLISHED_WITHIN if published else ASSUMED_WITHIN
-        speed = 1.0 / _step_ratio(profile, name)
-        return ComputeBasis(
-            basis="estimated" if new else "as profiled", accelerator=name, measured_on=None, speed=speed, within=within
-        )
-    old, measured_on = find_accelerator(world.accelerator), world.accelerator or world.device
+        speed, within = 1.0 / _step_ratio(profile, name), PUBLISHED_WITHIN if published else ASSUMED_WITHIN
+        return ComputeBasis(basis=basis, accelerator=name, measured_on=None, speed=speed, within=within)
+    old, measured_on = find_accelerator(profile.world.accelerator), profile.world.accelerator or profile.world.device
     if new is None or old is None:
         return ComputeBasis(basis="as profiled", accelerator=new or old or measured_on, measured_on=measured_on)
     if old == new:
         return ComputeBasis(basis="measured", accelerator=new, measured_on=measured_on)
-    return ComputeBasis(
-        basis="scaled", accelerator=new, measured_on=measured_on, speed=speed_ratio(old, new), within=SCALED_WITHIN
-    )
+    speed = speed_ratio(old, new)
+    return ComputeBasis(basis="scaled", accelerator=new, measured_on=measured_on, speed=speed, within=SCALED_WITHIN)
 
 
 def check_accelerators(profile: Profile, cluster: Cluster) -> None:
@@ -121,78 +119,56 @@ def _step_ratio(profile: Profile, new: str) -> float:
     return before * estimate.share_of(estimate.gpu) / (after * estimate.share_of(new))
 
 
+STEP_TIMES = ("forward_us", "backward_us", "grad_input_us", "grad_weight_us", "batch_us", "loss_us")
+UPDATE_TIMES = ("update_us", "norm_us")
+"""Fields of records that grow with forward and backward, and with the optimizer's update."""
+
+
 def scale_profile(profile: Profile, step: float, update: float) -> Profile:
-    """Return the profile with forward and backward times `step`, updates times `update`."""
+    """Return the profile with forward and backward times `step`, updates times `update`.
+
+    Minibatches of local updaters are multiplied by what they spend on either.
+    """
     if step == 1.0 and update == 1.0:
         return profile
-    layers = profile.layers and tuple(
-        replace(
-            layer, forward_us=_times(layer.forward_us, step), grad_input_us=_times(layer.grad_input_us, step),
-            grad_weight_us=_times(layer.grad_weight_us, step),
-        )
-        for layer in profile.layers
-    )  # fmt: skip
-    return replace(
-        profile,
-        compute=scale_compute(profile.compute, step, update),
-        layers=layers,
-        units=profile.units and _scale_units(profile.units, step, update),
-        local_async=profile.local_async and _scale_updaters(profile.local_async, step, update),
-    )
-
-
-def _times(time_us: float | None, factor: float) -> float | None:
-    return None if time_us is None else time_us * factor
+    compute, measured = scale_compute(profile.compute, step, update), profile.local_async
+    both = step
+    if measured is not None:
+        updating = min(1.0, sum(layer.update_us for layer in measured.layers) / measured.curve[0].minibatch_us)
+        both = step * (1.0 - updating) + update * updating
+    factors = _factors(step, update) | {"minibatch_us": both, "averaging_us": both}
+    scaled = {name: scale_times(getattr(profile, name), factors) for name in ("layers", "units", "local_async")}
+    return replace(profile, compute=compute, **scaled)
 
 
 def scale_compute(compute: ComputeProfile, step: float, update: float) -> ComputeProfile:
     """Return forward and backward times `step`, the update times `update`."""
     if step == 1.0 and update == 1.0:
         return compute
-    norms = compute.norms
-    if norms is not None:
-        norms = replace(norms, layers=tuple(replace(layer, norm_us=layer.norm_us * update) for layer in norms.layers))
-    return replace(
-        compute,
-        forward_us=compute.forward_us * step,
-        update_us=compute.update_us * update,
-        norms=norms,
-        intervals=None,
-        gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
-    )
+    return replace(scale_times(compute, _factors(step, update)), intervals=None)
 
 
-def _scale_units(units: Units, step: float, update: float) -> Units:
-    return replace(
-        units,
-        units=tuple(
-            replace(unit, forward_us=unit.forward_us * step, backward_us=unit.backward_us * step)
-            for unit in units.units
-        ),
-        update_us=units.update_us * update,
-    )  # fmt: skip
+def _factors(step: float, update: float) -> dict[str, float]:
+    return dict.fromkeys(STEP_TIMES, step) | dict.fromkeys(UPDATE_TIMES, update)
 
 
-def _scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> LocalAsyncProfile:
-    """Backward times `step`, updates times `update`, and minibatches by what they spend on either."""
-    updating = min(1.0, sum(layer.update_us for layer in measured.layers) / measured.curve[0].minibatch_us)
-    both = step * (1.0 - updating) + update * updating
-    layers = [
-        replace(
-            layer,
-            grad_weight_us=layer.grad_weight_us * step,
-            grad_input_us=layer.grad_input_us * step,
-            update_us=layer.update_us * update,
-        )
-        for layer in measured.layers
-    ]
-    curve = [
-        replace(
-            point,
-            minibatch_us=point.minibatch_us * both,
-            averaging_us=None if point.averaging_us is None else point.averaging_us * both,
-        )
-        for point in measured.curve
-    ]
-    before = {name: getattr(measured, name) * step for name in ("batch_us", "forward_us", "loss_us")}
-    return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
+def scale_units(units: Units, step: float, update: float) -> Units:
+    """Return forward and backward of units times `step`, their update times `update`."""
+    return scale_times(units, _factors(step, update))
+
+
+def scale_times(value: T, factors: Mapping[str, float]) -> T:
+    """Return a record, or a tuple of records, whose fields are multiplied by the factors of their names; fields of
+    records inside of it, too.
+    """
+    if isinstance(value, tuple):
+        return cast(T, tuple(scale_times(each, factors) for each in value))
+    if not isinstance(value, Record):
+        return value
+    changed: dict[str, Any] = {}
+    for name, field in vars(value).items():
+        if isinstance(field, Record | tuple):
+            changed[name] = scale_times(field, factors)
+        elif field is not None and name in factors:
+            changed[name] = field * factors[name]
+    return cast(T, replace(cast(Any, value), **changed))

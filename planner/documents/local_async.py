@@ -1,4 +1,4 @@
-"""What local updaters (LAP-SGD, LPP-SGD) are planned from: a section of profile.json. Torch-free."""
+"""Measurements from which local updaters (LAP-SGD, LPP-SGD) are planned: a section of profile.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MAX_LAYERS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBackward(Record):
-    """What backward spends on one run of gradients of equal `layer`, as measured by leaving parts of backward out."""
+    """Backward time of one run of gradients of equal `layer`, as measured by leaving parts of backward out."""
 
     layer: str
     gradients: PositiveCount
-    """How many gradients the run has, in readiness order."""
+    """Number of gradients in the run, in readiness order."""
     grad_weight_us: TimeUs
-    """On these gradients."""
+    """Time of these gradients."""
     grad_input_us: TimeUs
-    """On the way from here to the next run: what is saved where backward ends with this one. 0 for the last one."""
+    """Time from here to the next run: what is saved if backward ends with this one. 0 for the last one."""
     update_us: TimeUs
-    """On the update of these weights."""
+    """Time of the update of these weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdaterRate(Record):
-    """What several updaters of a rank get done that share its model, all ranks at once."""
+    """Throughput of several updaters of a rank that share its model, all ranks at once."""
 
     updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
     minibatch_us: Annotated[float, Field(gt=0.0, le=1e15)]
@@ -41,12 +41,12 @@ class UpdaterRate(Record):
     averaging_us: TimeUs | None = None
     """The same while ranks average their models without pause; absent on one rank."""
     memory_bytes: Count | None = None
-    """What they take in all of a rank's memory (on GPUs: of the device's)."""
+    """Memory that they use, of all of a rank's memory (on GPUs: of the device's)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAsyncProfile(Record):
-    """What local updaters (LAP-SGD, LPP-SGD) are planned from."""
+    """Measurements from which local updaters (LAP-SGD, LPP-SGD) are planned."""
 
     batch_us: TimeUs = 0.0
     """Making one minibatch, in an updater that is alone."""
@@ -55,11 +55,11 @@ class LocalAsyncProfile(Record):
     loss_us: TimeUs
     """Backward from the loss to the first gradient's layer."""
     layers: Annotated[tuple[LayerBackward, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-    """In readiness order."""
+    """Runs of gradients, in readiness order."""
     curve: Annotated[tuple[UpdaterRate, ...], Field(min_length=1, max_length=MAX_UPDATERS)]
-    """By numbers of updaters, from 1 upwards."""
+    """Throughput by numbers of updaters, from 1 upwards."""
     memory_available_bytes: Count | None = None
-    """Of a rank, for all of its updaters."""
+    """Memory of a rank for all of its updaters."""
 
     def check(self, layers: Sequence[str], where: str, cure: str) -> None:
         """Raise InputError where it is not about gradients of these layers, or numbers of updaters are out of order.

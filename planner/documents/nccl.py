@@ -27,11 +27,11 @@ class Gpu(NamedTuple):
     nvlink_bytes_per_s: float
     """All its links as NCCL counts them; 0 for none."""
     nominal_nvlink_bytes_per_s: float
-    """As vendors state it, both directions added."""
+    """Rate as vendors state it, both directions added."""
     in_switch: bool = False
     """Whether its switches can add up (NVLS)."""
     domain: int = 8
-    """How many of them one NVLink domain holds at most."""
+    """Largest number of them in one NVLink domain."""
 
 
 _GB = 1e9
@@ -49,9 +49,9 @@ GPUS: Mapping[str, Gpu] = {
     "mi300x": Gpu("hopper", 7 * 48 * _GB, 896 * _GB),
     "mi325x": Gpu("hopper", 7 * 48 * _GB, 896 * _GB),
 }
-"""By name; `planner.documents.accelerators` has their peak rates and memory. Ada (L40S, 4090) has no constants of its
-own in NCCL, which gives everything from 8.0 to 8.9 those of Ampere. MI300X and MI325X have 7 links of 64 GB/s in one
-direction to the 7 others of a node, which RCCL counts with 48 (GFX94X_XGMI_WIDTH, src/graph/topo.h,
+"""Accelerators by name; `planner.documents.accelerators` has their peak rates and memory. Ada (L40S, 4090) has no
+constants of its own in NCCL, which gives everything from 8.0 to 8.9 those of Ampere. MI300X and MI325X have 7 links of
+64 GB/s in one direction to the 7 others of a node, which RCCL counts with 48 (GFX94X_XGMI_WIDTH, src/graph/topo.h,
 github.com/ROCm/rccl, commit 0cbce2a); it is NCCL's model with constants of its own, in whose place those of Hopper
 stand until a fit moves them."""
 
@@ -79,7 +79,7 @@ def find_gpu(text: str, where: str) -> str:
 MAX_PCIE_BYTES_PER_S = 128e9
 """16 lanes of PCIe 6.0."""
 MAX_CARDS = 256
-"""Of one node; AWS p5 has 32."""
+"""Most cards of one node; AWS p5 has 32."""
 
 Rate = Annotated[str, Field(max_length=40)]
 Multiplier = Annotated[float, Field(gt=0.0, le=1e4)]
@@ -96,20 +96,20 @@ Segment = tuple[Annotated[float, Field(gt=0.0)], Family]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval(Record):
-    """How far measurements lie from predictions: 9 of 10 within × exp(± this)."""
+    """Distance of measurements from predictions: 9 of 10 lie within × exp(± this)."""
 
     inside: Annotated[float, Field(ge=0.0, le=10.0)]
-    """On numbers of nodes that were measured."""
+    """Logarithm on numbers of nodes that were measured."""
     beyond: Annotated[float, Field(ge=0.0, le=10.0)]
-    """On others: as leaving one log out shows, and never less than `inside`."""
+    """Logarithm on others: as leaving one log out shows, and never less than `inside`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NcclFit(Record):
-    """What measurements change in the model: multipliers of its times."""
+    """Multipliers by which measurements change the model's times."""
 
     launch_us: TimeUs
-    """What a call takes beside what the model has."""
+    """Time of a call that the model lacks."""
     overlap: Annotated[float, Field(ge=1.0, le=10.0)]
     """Exponent of the norm that adds latency and transfer: 1 adds them up, more hides one behind the other."""
     overlap_inside: Annotated[float, Field(ge=1.0, le=10.0)]
@@ -119,10 +119,10 @@ class NcclFit(Record):
     halves: dict[Family, Multiplier]
     """Further ones of the transfer of reduce-scatters and all-gathers."""
     other_latency: Multiplier
-    """Of families that no measurement used."""
+    """Multiplier of families that no measurement used."""
     other_transfer: Multiplier
     choice: dict[str, dict[str, Annotated[tuple[Segment, ...], Field(min_length=1, max_length=16)]]] | None = None
-    """By collective and number of ranks, where the measurements show another choice than the tuner's."""
+    """Choice by collective and number of ranks, if the measurements show another one than the tuner's."""
     interval: Interval
     measured_on: Annotated[tuple[Ranks, ...], Field(min_length=1)]
     """Numbers of ranks."""
@@ -137,17 +137,17 @@ class Nccl(Record):
 
     gpu: Literal[tuple(GPUS)]  # type: ignore[valid-type]
     nvlink: Rate | None = None
-    """As vendors state it, both directions added: `900gbyte`; `none` for a machine without."""
+    """Rate as vendors state it, both directions added: `900gbyte`; `none` for a machine without."""
     pcie: Rate | None = None
-    """What one accelerator exchanges over PCIe in one direction, where it has no NVLink: `24gbyte`."""
+    """Rate of one accelerator over PCIe in one direction, if it has no NVLink: `24gbyte`."""
     nics_per_node: PositiveCount = 1
     nic: Rate | None = None
     """Line rate of one card: `400gbit`."""
     network: Network = "infiniband"
     net_latency: Rate | None = None
-    """What a message between nodes takes beside NCCL's constants, as a plugin tells NCCL. By default 75us on EFA
-    (aws-ofi-nccl, src/platform-aws.cpp); 35us over TCP, from steps of rings of 32 GPUs (ddl-benchmarks 2020: 18us if
-    they were Simple's, 62us if LL's); else none."""
+    """Latency of a message between nodes that NCCL's constants lack, as a plugin reports it to NCCL. By default 75us on
+    EFA (aws-ofi-nccl, src/platform-aws.cpp); 35us over TCP, from steps of rings of 32 GPUs (ddl-benchmarks 2020: 18us
+    if they were Simple's, 62us if LL's); else none."""
     cpu: Literal["amd", "intel"] = "intel"
     ll128: bool | None = None
     """Whether the protocol is enabled; by default where links inside are NVLink and the network is RDMA."""
@@ -156,17 +156,17 @@ class Nccl(Record):
     sharp: bool = False
     """Whether switches between nodes add up (CollNet)."""
     tuner: Tuner = "nccl"
-    """Who chooses algorithm and protocol: NCCL's own model, or a plugin's table."""
+    """Tuner that chooses algorithm and protocol: NCCL's own model, or a plugin's table."""
     fit: NcclFit | None = None
 
     @property
     def kind(self) -> Gpu:
-        """Its accelerator."""
+        """Return its accelerator."""
         return GPUS[self.gpu]
 
     @property
     def nvlink_bytes_per_s(self) -> float:
-        """As NCCL counts them; 0 without NVLink."""
+        """Return the rate as NCCL counts it; 0 without NVLink."""
         if self.nvlink is None:
             return self.kind.nvlink_bytes_per_s
         if self.nvlink == "none":
@@ -176,17 +176,17 @@ class Nccl(Record):
 
     @property
     def pcie_bytes_per_s(self) -> float:
-        """Of one accelerator in one direction; 12 GB/s by default, NCCL's count of PCIe 3.0 x16."""
+        """Return the rate of one accelerator in one direction; 12 GB/s by default, NCCL's count of PCIe 3.0 x16."""
         return 12e9 if self.pcie is None else parse_bandwidth(self.pcie, "nccl.pcie")
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """Of one card; 0 where none is described."""
+        """Return the rate of one card; 0 if none is described."""
         return 0.0 if self.nic is None else parse_bandwidth(self.nic, "nccl.nic")
 
     @property
     def net_latency_us(self) -> float:
-        """What the plugin tells."""
+        """Return the latency that the plugin reports."""
         if self.net_latency is not None:
             return parse_latency_us(self.net_latency, "nccl.net_latency")
         return {"efa": 75.0, "tcp": 35.0}.get(self.network, 0.0)

@@ -1,4 +1,4 @@
-"""What nccl-tests and rccl-tests wrote, as tables of rows: the printed table, and files of JSON or CSV. Torch-free.
+"""Output of nccl-tests and rccl-tests as tables of rows: the printed table, and files of JSON or CSV. Torch-free.
 
 Printed tables are read by their head: a row has a value for each of its columns, and what a launcher, a timestamp or a
 colour puts before lines stands before the head and all rows alike (digits may differ). Files are nccl-tests' `-J` (one
@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from planner.documents.text import sanitize
 from runtime.errors import InputError
 
 MAX_LINES = 1_000_000
 MOST = 1e300
-"""No number of a log is larger."""
+"""Largest number of any log."""
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b[@-Z\\-_]", re.ASCII)
 _NAME = re.compile(r"\b(all_reduce|reduce_scatter|all_gather)_perf", re.ASCII)
 _OTHER = re.compile(r"\b(broadcast|reduce|alltoallv?|sendrecv|scatter|gather|hypercube)_perf", re.ASCII)
@@ -45,16 +46,24 @@ _OBJECTS = re.compile(r"\s*(?:\{|\[\s*[\{\]])")
 _PLACE = ("time", "algbw", "busbw")
 
 
+class Place(NamedTuple):
+    """Result of one placement of buffers."""
+
+    time: float
+    """Time of a call, in the log's unit."""
+    algorithm_gb_per_s: float
+    bus_gb_per_s: float
+
+
 @dataclass(frozen=True)
 class Row:
-    """One size."""
+    """Results of one size."""
 
     size_bytes: float
-    times: tuple[float, ...]
-    """Out of place, in place; in the log's unit; none where they are no numbers."""
-    algorithm_gb_per_s: tuple[float, ...]
-    bus_gb_per_s: tuple[float, ...]
+    places: tuple[Place, ...]
+    """Results out of place and in place; none if they are no numbers."""
     wrong: bool
+    """Whether elements were wrong."""
 
 
 @dataclass
@@ -62,9 +71,9 @@ class Table:
     """Rows of one collective."""
 
     collective: str | None = None
-    """As the log names it; None where it does not."""
+    """Name in the log; None if it has none."""
     unit: str | None = None
-    """Of times, as the head has it."""
+    """Unit of times, from the head."""
     rows: list[Row] = field(default_factory=list)
 
 
@@ -86,11 +95,11 @@ class Printed:
     tables: list[Table] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
     ranks: int | None = None
-    """Where the log has their number."""
+    """Number of ranks, if the log has it."""
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     first: str = ""
-    """Its first words, for errors."""
+    """First words of the log, for errors."""
 
 
 def read_printed(text: str, where: str) -> Printed:
@@ -125,7 +134,7 @@ def _read_text(lines: Sequence[str], where: str) -> Printed:
         elif (row := _ROW.search(line)) is not None and not line[: row.start()].rstrip().endswith("#"):
             words = row[0].split("|")[0].split()
             layout = layout or _Layout.of_row(line[: row.start()], words, number, where)
-            if layout.is_cut(words) and not any(map(str.strip, lines[number:])):
+            if len(words) < len(layout.columns) and not any(map(str.strip, lines[number:])):
                 found.notes.append(f"{where}: left out its last line, which ends before its last column")
                 continue
             layout.check(line[: row.start()], words, number, where)
@@ -164,7 +173,7 @@ class _Layout:
 
     @classmethod
     def of_row(cls, before: str, words: Sequence[str], number: int, where: str) -> _Layout:
-        """The columns of a table without its head, in versions with and without `root` and the check of results."""
+        """Return the columns of a table without its head, in versions with and without `root` and checked results."""
         start, pair = ["size", "count", "type", "redop", "root"], [*_PLACE, "wrong"]
         for columns in ([*start[:few], *pair * places] for few in (3, 4, 5) for places in (1, 2)):
             if len(columns) == len(words):
@@ -173,9 +182,6 @@ class _Layout:
             f"{where}: line {number}: found {len(words)} columns without a head that says what they are, expected 7 "
             f"to 9 or 11 to 13; keep the line of size, count, type, redop, root, time, algbw, busbw above them"
         )
-
-    def is_cut(self, words: Sequence[str]) -> bool:
-        return len(words) < len(self.columns)
 
     def check(self, before: str, words: Sequence[str], number: int, where: str) -> None:
         """Raise InputError where a line does not fit."""
@@ -200,27 +206,25 @@ class _Layout:
 
 
 def _shape(before: str) -> str:
-    """What stands before a line, for comparison: digits, days and spaces differ between lines of one launcher."""
+    """Return what stands before a line, for comparison: digits, days and spaces differ between lines of a launcher."""
     return re.sub(r"\d+", "0", re.sub(r"\s+", " ", _CALENDAR.sub("day", before))).strip()
 
 
 def _row(size: object, places: Iterable[Sequence[object]]) -> Row:
-    """A row of (time, algorithm bandwidth, bus bandwidth, wrong elements) by placement of buffers."""
+    """Return a row of (time, algorithm bandwidth, bus bandwidth, wrong elements) by placement of buffers."""
+    found: list[Place] = []
     wrong = False
-    columns: tuple[list[float], list[float], list[float]] = ([], [], [])
     for *values, check in places:
         numbers = [number for value in values if (number := _number(value)) is not None]
-        if len(numbers) < len(columns):
+        if len(numbers) < len(Place._fields):
             break
-        for column, number in zip(columns, numbers, strict=True):
-            column.append(number)
+        found.append(Place(*numbers))
         wrong = wrong or _is_wrong(check)
-    times, algorithm, bus = map(tuple, columns)
-    return Row(_number(size) or 0.0, times, algorithm, bus, wrong)
+    return Row(_number(size) or 0.0, tuple(found), wrong)
 
 
 def _number(value: object) -> float | None:
-    """A number that is no less than 0, from JSON or text; else None."""
+    """Return a number that is no less than 0, from JSON or text; else None."""
     if isinstance(value, str):
         value = float(value) if _VALUE.fullmatch(value.strip()) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
@@ -229,7 +233,7 @@ def _number(value: object) -> float | None:
 
 
 def _is_wrong(check: object) -> bool:
-    """Whether elements were wrong. Old versions print the largest error of a sum, new ones how many there were."""
+    """Return whether elements were wrong. Old versions print the largest error of a sum, new ones their number."""
     if isinstance(check, int | float):
         return check != 0
     text = str(check).strip()
@@ -272,7 +276,7 @@ def _placements(result: Mapping[str, object], where: str) -> Iterator[Sequence[o
 
 
 def _read_config(config: Mapping[str, object], found: Printed) -> None:
-    """Ranks and devices. A process of several accelerators is listed with its first one alone."""
+    """Add ranks and devices. A process of several accelerators is listed with its first one alone."""
     listed = [one for one in _list(config.get("devices")) if isinstance(one, dict)]
     each = int(_number(config.get("nthreads")) or 1) * int(_number(config.get("ngpus")) or 1)
     if listed:
@@ -287,7 +291,7 @@ def _list(value: object) -> list[object]:
 
 
 def _key(name: object) -> str:
-    """A column's name: rccl-tests writes `#wrong` and `inplace` in CSV, `wrong` and `inPlace` in JSON."""
+    """Return a column's name: rccl-tests writes `#wrong` and `inplace` in CSV, `wrong` and `inPlace` in JSON."""
     return str(name).strip().strip('"').lstrip("#").lower()
 
 
@@ -306,7 +310,7 @@ def _csv_records(lines: Sequence[str], where: str) -> list[object]:
 
 
 def _read_records(records: Sequence[object], where: str) -> Printed:
-    """What rccl-tests writes: one record for each size and placement of buffers."""
+    """Read what rccl-tests writes: one record for each size and placement of buffers."""
     found = Printed(first="records")
     known: list[dict[str, object]] = []
     for at, record in enumerate(records):
@@ -332,7 +336,7 @@ def _read_records(records: Sequence[object], where: str) -> Printed:
 
 
 def _ranks_of(record: Mapping[str, object]) -> int | None:
-    """Accelerators of all ranks of a record."""
+    """Return the number of accelerators of all ranks of a record."""
     ranks, each = _number(record.get("ranks")), _number(record.get("gpusperrank"))
     if ranks is None:
         ranks, each = _number(record.get("gpus")), 1

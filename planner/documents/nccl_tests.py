@@ -1,7 +1,7 @@
-"""What nccl-tests and rccl-tests measured: times of collectives by size. Torch-free.
+"""Measurements of nccl-tests and rccl-tests: times of collectives by size. Torch-free.
 
 Logs come from many versions and launchers, so a row counts only where its own numbers agree: its bandwidth is its size
-over its time (which also tells the unit of the time), and bus over algorithm bandwidth tells collective and ranks
+over its time (which also gives the unit of the time), and bus over algorithm bandwidth gives collective and ranks
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). `planner.documents.nccl_printed` reads their forms.
 """
 
@@ -14,6 +14,7 @@ from statistics import median
 
 from planner.documents.nccl import gpu_named
 from planner.documents.nccl_printed import Printed, Row, read_printed
+from planner.documents.profile import merge_duplicates
 from runtime.errors import InputError
 from runtime.plan.files import read_text
 
@@ -21,9 +22,10 @@ _NAMES = {"allreduce": "all_reduce", "reducescatter": "reduce_scatter", "allgath
 
 TIME_UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 AGREE = 0.06
-"""How far a row's bandwidth may be from its size over its time: both are rounded, and some builds count in 2^30."""
+"""Largest relative difference of a row's bandwidth from its size over its time: both are rounded, and some builds count
+in 2^30."""
 SURE_GB_PER_S = 1.0
-"""Below, two decimals are too few to tell anything by."""
+"""Least bandwidth that two decimals suffice for, in GB/s."""
 WARM_UP = 1.25
 """A first row so many times as slow as the next one is a warm-up."""
 LEAST_US, MOST_US, MOST_GB_PER_S = 0.1, 1e10, 1e4
@@ -38,11 +40,11 @@ class NcclLog:
     samples: tuple[tuple[float, float], ...]
     """(bytes, µs), sorted; a size that was run several times counts by its median."""
     gpu: str | None
-    """As the catalogue of accelerators names it, where the log says."""
+    """Name in the catalogue of accelerators, if the log has one."""
     device: str | None
     """The accelerator in the log's own words."""
     notes: tuple[str, ...]
-    """What was left out, and why."""
+    """Rows that were left out, and why."""
 
 
 def read_log(path: str | Path, ranks: int, *, per_node: int | None = None, in_place: bool = False) -> list[NcclLog]:
@@ -60,7 +62,7 @@ def parse_log(
     """Parse a log's text; as `read_log`."""
     printed = read_printed(text, where)
     _check_ranks(printed, ranks, per_node, where)
-    measured = [table for table in printed.tables if any(row.times for row in table.rows)]
+    measured = [table for table in printed.tables if any(row.places for row in table.rows)]
     if not measured:
         raise InputError(f"{where}: {_without_rows(printed)}")
     device = next((one.name for one in printed.devices if one.name), None)
@@ -90,7 +92,7 @@ def parse_log(
 
 
 def _without_rows(printed: Printed) -> str:
-    """Why a log without times is none."""
+    """Return why a log has no times."""
     if any(table.rows for table in printed.tables):
         cause = "whose times are numbers"
     elif len(printed.tables) > 1:
@@ -123,12 +125,12 @@ def _check_ranks(printed: Printed, ranks: int, per_node: int | None, where: str)
 
 
 def _collective(name: str | None, rows: Sequence[Row], ranks: int, where: str) -> str | None:
-    """The collective by its name, held against what bus over algorithm bandwidth says; None for another one."""
+    """Return the collective by its name, checked against bus over algorithm bandwidth; None for another one."""
     ratios = [
-        bus / algorithm
+        place.bus_gb_per_s / place.algorithm_gb_per_s
         for row in rows
-        for bus, algorithm in zip(row.bus_gb_per_s, row.algorithm_gb_per_s, strict=True)
-        if algorithm >= 5.0 * SURE_GB_PER_S
+        for place in row.places
+        if place.algorithm_gb_per_s >= 5.0 * SURE_GB_PER_S
     ]
     named = _NAMES.get((name or "").lower().replace("_", ""), name)
     if named is not None and named not in _NAMES.values():
@@ -155,7 +157,7 @@ def _log(
     collective: str, unit: str | None, rows: Sequence[Row], in_place: bool, where: str, device: str | None
 ) -> NcclLog:
     notes = []
-    readable = [row for row in rows if row.times]
+    readable = [row for row in rows if row.places]
     if len(readable) < len(rows):
         unreadable = len(rows) - len(readable)
         notes.append(f"{where}: left out {unreadable} of {len(rows)} rows of {collective} whose times are no numbers")
@@ -163,21 +165,14 @@ def _log(
     if len(good) < len(readable):
         wrong = len(readable) - len(good)
         notes.append(f"{where}: left out {wrong} of {len(rows)} rows of {collective} with wrong results")
-    column = 1 if in_place and all(len(row.times) > 1 for row in good) else 0
+    column = 1 if in_place and all(len(row.places) > 1 for row in good) else 0
     if in_place and not column:
         notes.append(f"{where}: took times of {collective} out of place: not every row has one in place")
-    scale = _scale(good, unit, column, where)
-    kept, odd = [], 0
-    for row in good:
-        time_us = row.times[column] * scale
-        rate = row.algorithm_gb_per_s[column]
-        unlike = rate >= SURE_GB_PER_S and time_us > 0 and not abs(row.size_bytes / time_us / 1e3 / rate - 1.0) <= 0.1
-        impossible = not LEAST_US <= time_us <= MOST_US or not 0 < row.size_bytes <= time_us * MOST_GB_PER_S * 1e3
-        if unlike or impossible:
-            odd += 1
-            continue
-        kept.append((row.size_bytes, time_us))
-    if odd:
+    results = [(row.size_bytes, row.places[column].time, row.places[column].algorithm_gb_per_s) for row in good]
+    scale = _scale(results, unit, where)
+    kept = [(size, time * scale) for size, time, rate in results if _is_possible(size, time * scale, rate)]
+    if len(kept) < len(results):
+        odd = len(results) - len(kept)
         notes.append(
             f"{where}: left out {odd} rows of {collective} whose time and bandwidth disagree or are impossible"
         )
@@ -191,13 +186,18 @@ def _log(
     )  # fmt: skip
 
 
-def _scale(rows: Sequence[Row], unit: str | None, column: int, where: str) -> float:
-    """Microseconds of one unit of the log's times: as rows' own bandwidths say, else as its head does."""
-    implied = [
-        row.size_bytes / row.times[column] / 1e3 / row.algorithm_gb_per_s[column]
-        for row in rows
-        if row.times[column] > 0 and row.algorithm_gb_per_s[column] >= SURE_GB_PER_S
-    ]
+def _is_possible(size_bytes: float, time_us: float, rate: float) -> bool:
+    """Return whether a result is one that machines can have, and fits its own bandwidth (GB/s)."""
+    if rate >= SURE_GB_PER_S and time_us > 0 and not abs(size_bytes / time_us / 1e3 / rate - 1.0) <= 0.1:
+        return False
+    return LEAST_US <= time_us <= MOST_US and 0 < size_bytes <= time_us * MOST_GB_PER_S * 1e3
+
+
+def _scale(results: Sequence[tuple[float, float, float]], unit: str | None, where: str) -> float:
+    """Return the microseconds of one unit of the log's times: as the bandwidths of its (size, time, rate) say, else as
+    its head does.
+    """
+    implied = [size / time / 1e3 / rate for size, time, rate in results if time > 0 and rate >= SURE_GB_PER_S]
     if not implied:
         return TIME_UNITS.get(unit or "us", 1.0)
     seen = median(implied)
@@ -212,7 +212,5 @@ def _scale(rows: Sequence[Row], unit: str | None, column: int, where: str) -> fl
 
 
 def _by_size(samples: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    by_size: dict[float, list[float]] = {}
-    for size_bytes, time_us in samples:
-        by_size.setdefault(size_bytes, []).append(time_us)
-    return tuple((size, float(median(times))) for size, times in sorted(by_size.items()))
+    """Return the samples by size; of a size that was run several times, the median."""
+    return tuple(sorted(merge_duplicates(samples).items()))

@@ -1,12 +1,13 @@
-"""profile.json and cluster.json: what was measured of a training step and of the links. Torch-free."""
+"""Records of profile.json and cluster.json: measurements of a training step and of the links. Torch-free."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from statistics import median
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -20,16 +21,14 @@ from runtime.plan import Accuracy, ModelReference
 from runtime.plan.predicted import Loading
 from runtime.plan.strict_json import (
     Count,
+    Document,
     Name,
     PositiveCount,
     Ranks,
     Record,
     TimeUs,
     check_schema,
-    dump,
-    read_json,
-    validate,
-    write_json,
+    repeated_item,
 )
 
 PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
@@ -64,19 +63,6 @@ DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
 """(density, alpha_us, beta_us_per_byte)."""
 
 
-class Document(Record):
-    """What profile.json and cluster.json have in common."""
-
-    def to_document(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        document: dict[str, Any] = dump(self)
-        return document
-
-    def save(self, path: str | Path) -> None:
-        """Write the file atomically."""
-        write_json(path, self.to_document())
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gradient(Record):
     """One trainable parameter's gradient; its place in the profile is its place in readiness order."""
@@ -86,7 +72,7 @@ class Gradient(Record):
     numel: Annotated[int, Field(ge=0, le=2**40)]
     dtype: Literal[tuple(DTYPE_BYTES)]  # type: ignore[valid-type]
     backward_us: TimeUs
-    """From the previous gradient's readiness (or the start of backward) to this one's."""
+    """Time from the previous gradient's readiness (or the start of backward) to this one's."""
     spread_us: TimeUs | None = None
     """Interquartile range of the readiness time over repeats."""
     matrix: tuple[PositiveCount, PositiveCount] | None = None
@@ -97,10 +83,19 @@ class Gradient(Record):
     def size_bytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if the matrix has not the gradient's elements."""
+        if self.matrix is None or math.prod(self.matrix) == self.numel:
+            return None
+        return (
+            f"{path}.matrix: found {list(self.matrix)}, expected rows and columns of {self.numel} elements; correct "
+            f"it, or take it out"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(Record):
-    """What the two norms take that an optimizer needs of one layer."""
+    """Time of the two norms that an optimizer needs of one layer."""
 
     name: Name
     """The parameter's."""
@@ -113,16 +108,16 @@ class NormProfile(Record):
 
     optimizer: Name
     row_bytes: Annotated[int, Field(ge=1, le=1024)] = 8
-    """What a layer's norms are in a message."""
+    """Bytes of a layer's norms in a message."""
     layers: Annotated[tuple[LayerNorm, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerProfile(Record):
-    """Whose update was timed."""
+    """Optimizer whose update was timed."""
 
     name: Name
-    """Of its class."""
+    """Name of its class."""
     adaptive: bool
     """Whether it divides gradients by a measure of their own size, as Adam does."""
     elementwise: bool | None = None
@@ -130,41 +125,41 @@ class OptimizerProfile(Record):
     holds_all: bool | None = None
     """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
     state_bytes: Count | None = None
-    """What it keeps from step to step."""
+    """Bytes that it keeps from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeIntervals(Record):
-    """Between which times the middle half of the repeats lay."""
+    """Intervals in which the middle half of the repeats lay."""
 
     forward_us: Interval
-    """On all ranks."""
+    """Forward on all ranks."""
     backward_us: Interval
-    """From the median forward to the end on the slowest rank."""
+    """Backward from the median forward to the end on the slowest rank."""
     step_us: Interval
     """Forward, backward and update together, on the slowest rank."""
 
     @property
     def spread_us(self) -> float:
-        """How far apart the quartiles of the step are."""
+        """Return the distance of the quartiles of the step."""
         low_us, high_us = self.step_us
         return max(0.0, high_us - low_us)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeEstimate(Record):
-    """That compute times were not measured: FLOPs over a stated share of an accelerator's peak."""
+    """Origin of compute times that were not measured: FLOPs over a stated share of an accelerator's peak."""
 
     gpu: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
-    """For which the times are; on a cluster of others they are scaled by peak and share."""
+    """Accelerator of the times; on a cluster of others they are scaled by peak and share."""
     flops: Annotated[float, Field(gt=0.0)]
-    """Of forward and backward of one step of one rank; nothing computed twice."""
+    """FLOPs of forward and backward of one step of one rank; nothing computed twice."""
     efficiency: dict[str, Annotated[float, Field(gt=0.0, le=1.0)]]
-    """By accelerator: which share of its peak is reached."""
+    """Share of its peak that is reached, by accelerator."""
     other_efficiency: Annotated[float, Field(gt=0.0, le=1.0)]
-    """Of accelerators that are not listed: an assumption."""
+    """Share of accelerators that are not listed: an assumption."""
     activation_bytes: Count = 0
-    """What forward keeps for backward, where nothing is computed twice."""
+    """Bytes that forward keeps for backward, if nothing is computed twice."""
     checkpoint_bytes: Count = 0
     """The same where only the inputs of blocks are kept, and blocks computed twice."""
     recomputed: bool = False
@@ -185,14 +180,14 @@ class ComputeProfile(Record):
     gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
     optimizer: OptimizerProfile | None = None
     estimate: ComputeEstimate | None = None
-    """Where the times come from, if they were not measured."""
+    """Origin of the times, if they were not measured."""
     norms: NormProfile | None = None
     """Absent: the optimizer needs none."""
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
     intervals: ComputeIntervals | None = None
-    """How much the repeats differed; absent where that is not known."""
+    """Spread of the repeats; absent if it is not known."""
 
     @property
     def backward_us(self) -> float:
@@ -205,6 +200,30 @@ class ComputeProfile(Record):
     @property
     def size_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if a gradient has its name twice, all are larger than any model, or norms are not of
+        gradients.
+        """
+        names = [gradient.name for gradient in self.gradients]
+        if (twice := repeated_item([name] for name in names)) is not None:
+            return (
+                f"{path}.gradients[{twice[0]}].name: found {twice[2]!r}, which is gradient {twice[3]} already; "
+                f"expected each parameter once (a shared one too): take one out"
+            )
+        if self.size_bytes > MAX_MODEL_BYTES:  # each gradient may be in its range, and their sum be no model
+            return f"{path}.gradients: found {self.size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
+        layers = [layer.name for layer in self.norms.layers] if self.norms else []
+        unknown = next((index for index, name in enumerate(layers) if name not in set(names)), None)
+        if unknown is not None:
+            return (
+                f"{path}.norms.layers[{unknown}].name: found {layers[unknown]!r}, which is none of the gradients; "
+                f"expected one of them: {CURE}"
+            )
+        if (twice := repeated_item([name] for name in layers)) is not None:
+            place = f"{path}.norms.layers[{twice[0]}].name: found {twice[2]!r}"
+            return f"{place} once more; expected each layer once: take one out"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +251,7 @@ class GradWeightShare(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing(Record):
-    """Which tracer saw the model, and why better ones did not."""
+    """Tracer that saw the model, and why better ones did not."""
 
     method: Literal["export", "symbolic_trace", "hooks"]
     failures: dict[str, str] | None = None
@@ -241,7 +260,7 @@ class Tracing(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileWorld(Record):
-    """Where and when it was measured."""
+    """Place and time of the measurement."""
 
     ranks: Ranks
     nodes: Ranks | None = None
@@ -258,9 +277,9 @@ class ProfileWorld(Record):
     batch_per_rank: PositiveCount | None = None
     """Samples that each rank computes in a step."""
     emulated: Emulated | None = None
-    """How the hosts were emulated; absent on a real cluster."""
+    """Means by which the hosts were emulated; absent on a real cluster."""
     emulation: str | None = None
-    """What was emulated, for example `4x1@1gbit`."""
+    """Emulated hosts, for example `4x1@1gbit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +296,7 @@ class Link(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Line(Record):
-    """time_us = alpha_us + beta_us_per_byte · bytes."""
+    """Fitted line: time_us = alpha_us + beta_us_per_byte · bytes."""
 
     alpha_us: TimeUs
     beta_us_per_byte: Rate
@@ -286,13 +305,13 @@ class Line(Record):
     """Mean of |line − sample| / sample over the samples."""
 
     def at(self, size_bytes: float) -> float:
-        """In microseconds."""
+        """Return the time of so many bytes in microseconds."""
         return self.alpha_us + self.beta_us_per_byte * size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionLine(Line):
-    """What selecting (or adding up what was selected) costs over a bucket's dense bytes."""
+    """Cost of selecting (or adding up what was selected) over a bucket's dense bytes."""
 
     by_density: Annotated[tuple[DensityLine, ...], Field(min_length=1)] | None = None
     """The same by the share of elements that is selected, where that was measured; `alpha_us` and `beta_us_per_byte`
@@ -301,17 +320,17 @@ class SelectionLine(Line):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankLines(Record):
-    """What a rank computes for a bucket whose matrices are sent as products of two thin ones, over the bytes of its
+    """Compute time of a rank for a bucket whose matrices are sent as products of two thin ones, over the bytes of its
     elements as float32."""
 
     pack: Line
     """Before it is sent: residual + gradient, and left factors."""
     project: Line
-    """When the sum of left factors has come: right ones. The network waits for it."""
+    """Time after the sum of left factors has arrived: right ones. The network waits for it."""
     subtract: Line
-    """Beside the second message: the new residual."""
+    """Time during the second message: the new residual."""
     unpack: Line
-    """When the sum of right factors has come: the averages."""
+    """Time after the sum of right factors has arrived: the averages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +344,13 @@ class Contention(Record):
     are those of a usual size, for what has no size here."""
     gathers_by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
     """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds.
-    Never without that: all-reduces would have factors of no size beside them."""
+    Never without that: all-reduces would then have factors of no size."""
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if gathers alone have factors by size."""
+        if self.gathers_by_size is None or self.by_size is not None:
+            return None
+        return f"{path}: found gathers_by_size without by_size, expected both, or by_size alone; {CURE}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,30 +363,30 @@ class Cluster(Document):
     ranks_per_node: PositiveCount = 1
     nics_per_node: PositiveCount = 1
     accelerator: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
-    """Of each rank; by default the one that `nccl` names, else not known. Of that kind where both are given."""
+    """Accelerator of each rank; by default the one that `nccl` names, else not known. Both have to be of one kind."""
     intra: Link | None = None
     inter: Link | None = None
     collectives: dict[str, Line] | None = None
     samples: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
     back_to_back: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
-    """As `samples`, per call when calls queue behind one another: the cost of messages in a step, where it is known. In
+    """Samples per call when calls queue behind one another: the cost of messages in a step, if it is known. In
     `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
     sparsify: SelectionLine | dict[str, SelectionLine] | None = None
     unpack: SelectionLine | dict[str, SelectionLine] | None = None
     encode: dict[str, Line] | None = None
-    """By dtype on the wire: what a rank computes before a bucket is sent in it, over the bytes of its elements as
+    """Compute time of a rank before a bucket is sent, by dtype on the wire, over the bytes of its elements as
     float32."""
     decode: dict[str, Line] | None = None
     """The same when it has arrived."""
     low_rank: Annotated[dict[RankName, LowRankLines], Field(min_length=1)] | None = None
-    """By rank of the products."""
+    """Compute times by rank of the products."""
     push_pack: Line | None = None
-    """With a delay: what a rank computes before a push, over its bytes. Nothing where it is not said."""
+    """Compute time of a rank before a push, with a delay, over its bytes. Absent: nothing."""
     local_update: Line | None = None
     pull_take: Line | None = None
-    """With a delay: what a rank computes with weights that were pulled, over the bytes of all. Likewise."""
+    """Compute time of a rank with weights that were pulled, with a delay, over the bytes of all. Absent: nothing."""
     library: Literal["nccl"] | None = None
-    """Whose cost model holds where nothing was measured, on any number of nodes; it ranks before links."""
+    """Library whose cost model holds if nothing was measured, on any number of nodes; it ranks before links."""
     nccl: Nccl | None = None
     """The machines as that model sees them; never without `library`, nor that without this."""
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
@@ -369,13 +394,13 @@ class Cluster(Document):
     measured_for: Accuracy | None = None
     """The riskiest class of plans whose costs were measured; absent where that is not known."""
     emulated: Emulated | None = None
-    """As in the profile's world; the name then is what was emulated."""
+    """Means of emulation, as in the profile's world; the name then is what was emulated."""
     scaled_from: Ranks | None = None
-    """On how many ranks the collectives were measured, where they were scaled to these."""
+    """Number of ranks on which the collectives were measured, if they were scaled to these."""
     source: str | None = None
-    """Who measured it, where it was published, and how each constant was obtained."""
+    """Author of the measurements, publication, and how each constant was obtained."""
     notes: tuple[str, ...] | None = None
-    """What a reader has to know: assumptions, fits and what they were checked on."""
+    """Notes for readers: assumptions, fits and what they were checked on."""
 
     @property
     def ranks(self) -> int:
@@ -383,14 +408,38 @@ class Cluster(Document):
 
     @property
     def computes_on(self) -> str | None:
-        """The name of its accelerator in `ACCELERATORS`; None where it is not known."""
+        """Return the name of its accelerator in `ACCELERATORS`; None if it is not known."""
         return self.accelerator or (None if self.nccl is None else self.nccl.gpu)
+
+    @classmethod
+    def parse(cls, document: Any, where: str) -> Self:
+        """Check a parsed document, in which links may be written as `bandwidth` and `latency`. Raises InputError."""
+        return super().parse(_with_link_constants(document, f"{where}: $"), where)
+
+    def problem(self, path: str) -> str | None:
+        """Return what the library's model, the machines that it needs and the rest contradict one another in."""
+        if self.nccl is None:
+            missing = f'{path}.nccl: missing beside "library": "nccl"; describe the machines, or take library out'
+            return None if self.library is None else missing
+        if self.library is None:
+            return f'{path}.library: missing beside nccl; add "library": "nccl", or take nccl out'
+        cards, gpu = self.nccl.nics_per_node, self.nccl.gpu
+        if self.nics_per_node not in (1, cards):
+            return f"{path}.nics_per_node: found {self.nics_per_node}, and {cards} in nccl; expected the same, or one"
+        if self.accelerator is not None and kind_of(self.accelerator) != gpu:
+            return (
+                f"{path}.accelerator: found {self.accelerator}, and {gpu} in nccl; expected that kind, or none: "
+                f"correct one of them"
+            )
+        self.nccl.check(self.nodes, self.ranks_per_node, f"{path}.nccl.")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Document):
     """The contents of profile.json."""
 
+    hint: ClassVar[str] = CURE
     schema: Literal["planner.profile/1"] = PROFILE_SCHEMA
     model: ModelReference
     world: ProfileWorld
@@ -399,15 +448,32 @@ class Profile(Document):
     tracing: Tracing | None = None
     cluster: Cluster | None = None
     loading: Loading | None = None
-    """What input takes, where the job has a dataset."""
+    """Times of input, if the job has a dataset."""
     local_async: LocalAsyncProfile | None = None
-    """What local updaters would take, where that was measured."""
+    """Times of local updaters, if they were measured."""
     units: Units | None = None
-    """What FSDP2 could gather together, where that was measured."""
+    """Modules that FSDP2 could gather together, if they were measured."""
     source: str | None = None
-    """Who measured it and where it was published, where it was not measured here."""
+    """Author of the measurements and publication, if it was not measured here."""
     notes: tuple[str, ...] | None = None
-    """What a reader has to know: assumptions, and the rule by which a known total was split."""
+    """Notes for readers: assumptions, and the rule by which a known total was split."""
+
+    @classmethod
+    def parse(cls, document: Any, where: str) -> Self:
+        """Check a parsed document, in which a cluster that is not known may be `{}`. Raises InputError."""
+        record = dict(check_schema(document, PROFILE_SCHEMA, where))
+        if record.get("cluster") == {}:
+            del record["cluster"]
+        if "cluster" in record:
+            record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
+        return super().parse(record, where)
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if local updaters were measured of other layers than the gradients'."""
+        if self.local_async is not None:
+            layers = [gradient.layer for gradient in self.compute.gradients]
+            self.local_async.check(layers, f"{path}.local_async", CURE)
+        return None
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types; a cluster that is not known is `{}`."""
@@ -422,108 +488,36 @@ def load_profile(path: str | Path) -> Profile:
     Raises InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
     backward's parts, of layers that are none; contention of gathers alone.
     """
-    return parse_profile(read_json(path), where=str(path))
+    return Profile.load(path)
 
 
 def parse_profile(document: Any, where: str = "profile") -> Profile:
     """Check a parsed profile document, which `where` names in messages. Raises as `load_profile` does."""
-    record = dict(check_schema(document, PROFILE_SCHEMA, where))
-    if record.get("cluster") == {}:
-        del record["cluster"]
-    # Before validation, for which α and β are numbers.
-    if "cluster" in record:
-        record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
-    profile = validate(Profile, record, where, hint=CURE)
-    _check_gradients(profile, where)
-    # Each gradient may be in its range, and their sum be no model.
-    if (size_bytes := profile.compute.size_bytes) > MAX_MODEL_BYTES:
-        raise InputError(
-            f"{where}: $.compute.gradients: found {size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
-        )
-    _check_norms(profile.compute, where)
-    _check_contention(profile.cluster, f"{where}: $.cluster")
-    _check_library(profile.cluster, f"{where}: $.cluster")
-    if profile.units is not None:
-        profile.units.check(f"{where}: $.units")
-    if profile.local_async is not None:
-        layers = [gradient.layer for gradient in profile.compute.gradients]
-        profile.local_async.check(layers, f"{where}: $.local_async", CURE)
-    return profile
-
-
-def _check_gradients(profile: Profile, where: str) -> None:
-    seen: dict[str, int] = {}
-    for index, gradient in enumerate(profile.compute.gradients):
-        if gradient.name in seen:
-            raise InputError(
-                f"{where}: $.compute.gradients[{index}].name: found {gradient.name!r}, which is gradient "
-                f"{seen[gradient.name]} already; expected each parameter once (a shared one too): take one out"
-            )
-        seen[gradient.name] = index
-        if gradient.matrix is not None and math.prod(gradient.matrix) != gradient.numel:
-            raise InputError(
-                f"{where}: $.compute.gradients[{index}].matrix: found {list(gradient.matrix)}, expected rows and "
-                f"columns of {gradient.numel} elements; correct it, or take it out"
-            )
-
-
-def _check_norms(compute: ComputeProfile, where: str) -> None:
-    known, seen = {gradient.name for gradient in compute.gradients}, set()
-    for index, layer in enumerate(compute.norms.layers if compute.norms else ()):
-        path = f"{where}: $.compute.norms.layers[{index}].name: found {layer.name!r}"
-        if layer.name not in known:
-            raise InputError(f"{path}, which is none of the gradients; expected one of them: {CURE}")
-        if layer.name in seen:
-            raise InputError(f"{path} once more; expected each layer once: take one out")
-        seen.add(layer.name)
-
-
-def _check_contention(cluster: Cluster | None, where: str) -> None:
-    factors = None if cluster is None else cluster.contention
-    if factors is not None and factors.gathers_by_size is not None and factors.by_size is None:
-        raise InputError(
-            f"{where}.contention: found gathers_by_size without by_size, expected both, or by_size alone; {CURE}"
-        )
-
-
-def _check_library(cluster: Cluster | None, where: str) -> None:
-    if cluster is None or (cluster.library is None and cluster.nccl is None):
-        return
-    if cluster.nccl is None:
-        raise InputError(f'{where}.nccl: missing beside "library": "nccl"; describe the machines, or take library out')
-    if cluster.library is None:
-        raise InputError(f'{where}.library: missing beside nccl; add "library": "nccl", or take nccl out')
-    cards = cluster.nccl.nics_per_node
-    if cluster.nics_per_node not in (1, cards):
-        raise InputError(
-            f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or one"
-        )
-    if cluster.accelerator is not None and kind_of(cluster.accelerator) != cluster.nccl.gpu:
-        raise InputError(
-            f"{where}.accelerator: found {cluster.accelerator}, and {cluster.nccl.gpu} in nccl; expected that kind, or "
-            f"none: correct one of them"
-        )
-    cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl.")
+    return Profile.parse(document, where)
 
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read and check cluster.json. Raises InputError as `load_profile` does."""
-    return parse_cluster(read_json(path), where=str(path))
+    return Cluster.load(path)
 
 
 def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
-    """Check a parsed cluster document, which `where` names in messages."""
-    record = _with_link_constants(check_schema(document, CLUSTER_SCHEMA, where), f"{where}: $")
-    cluster = validate(Cluster, record, where)
-    _check_contention(cluster, f"{where}: $")
-    _check_library(cluster, f"{where}: $")
-    return cluster
+    """Check a parsed cluster document, which `where` names in messages. Raises as `load_profile` does."""
+    return Cluster.parse(document, where)
+
+
+def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
+    """Return, by bytes, the median time of the samples (bytes, time) of that size."""
+    by_size: dict[float, list[float]] = {}
+    for size_bytes, time_us in samples:
+        by_size.setdefault(float(size_bytes), []).append(float(time_us))
+    return {size: float(median(times)) for size, times in by_size.items()}
 
 
 def _with_link_constants(document: Any, where: str) -> Any:
     """Return a cluster document in which links that are written as `bandwidth` and `latency` have α and β.
 
-    Raises InputError: a rate or a time that is none, or one beside the constant that it stands for.
+    Raises InputError: a rate or a time that is none, or one together with the constant that it stands for.
     """
     if not isinstance(document, Mapping):
         return document

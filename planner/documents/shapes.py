@@ -10,7 +10,7 @@ two moments).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.documents.accelerators import ACCELERATORS
 from planner.documents.profile import (
@@ -45,24 +45,26 @@ class ModelShape:
     name: str
     weights: tuple[Weight, ...]
     parameters: int | None
-    """As published, where it was; checked."""
+    """Number of parameters as published, if it was; checked."""
     batch: int
     kept_bytes: float
-    """Of one sample, for backward."""
+    """Bytes kept for backward, of one sample."""
     checkpoint_bytes: float
     efficiency: dict[str, float]
-    """By accelerator: which share of its peak is reached."""
+    """Share of its peak that is reached, by accelerator."""
     source: str
     notes: tuple[str, ...]
     other_efficiency: float = OTHER
-    """Of accelerators that are not listed."""
+    """Share of accelerators that are not listed."""
 
 
 def transformer_weights(
     name: str, width: int, tokens: int, matrices: list[tuple[str, int, int]], vectors: list[tuple[str, int]],
     attention_width: int,
 ) -> Iterator[Weight]:  # fmt: skip
-    """One block. `attention_width` is heads × head size; scores and values are credited to its first matrix."""
+    """Yield the weights of one block. `attention_width` is heads × head size; its first matrix includes scores and
+    values.
+    """
     for at, (which, rows, columns) in enumerate(matrices):
         extra = 4.0 * tokens * tokens * attention_width if at == 0 else 0.0
         yield Weight(f"{name}.{which}.weight", rows * columns, 2.0 * rows * columns * tokens + extra)
@@ -70,47 +72,69 @@ def transformer_weights(
         yield Weight(f"{name}.{which}", numel)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A language model of Llama's architecture: gated feed-forward layers, no biases."""
+
+    layers: int
+    """Number of transformer blocks."""
+    width: int
+    """Width of the residual stream."""
+    batch: int
+    """Sequences per rank."""
+    tokens: int = 2048
+    """Length of a sequence."""
+    heads: int = 0
+    """Number of attention heads; 0: of 128 channels each."""
+    key_heads: int = 0
+    """Number of heads of keys and values; 0: as many as attention heads."""
+    hidden: int = 0
+    """Width of feed-forward layers; 0: 8/3 of the width, up to a multiple of 256."""
+    vocabulary: int = 128_256
+    """Number of different tokens."""
+    tied: bool = False
+    """Whether the embedding is also the output layer."""
+
+    def complete(self) -> Decoder:
+        """Return the architecture with sizes in place of zeros."""
+        heads = self.heads or max(1, self.width // 128)
+        hidden = self.hidden or -(-8 * self.width // 3 // 256) * 256
+        return replace(self, heads=heads, key_heads=self.key_heads or heads, hidden=hidden)
+
+
 def decoder(
-    name: str, *, layers: int, width: int, hidden: int, heads: int, key_heads: int, vocabulary: int, tied: bool,
-    tokens: int, batch: int, efficiency: dict[str, float], source: str, parameters: int | None = None,
+    name: str, model: Decoder, *, efficiency: dict[str, float], source: str, parameters: int | None = None,
     other_efficiency: float = OTHER,
 ) -> ModelShape:  # fmt: skip
-    """Return a language model of Llama's architecture: gated feed-forward layers, no biases.
+    """Return the shape of a language model.
 
     Args:
         name: of the model.
-        layers: transformer blocks.
-        width: of the residual stream.
-        hidden: width of feed-forward layers.
-        heads: attention heads.
-        key_heads: heads of keys and values.
-        vocabulary: tokens that there are.
-        tied: whether the embedding is also the output layer.
-        tokens: of a sequence.
-        batch: sequences per rank.
-        efficiency: by accelerator, which share of its peak is reached.
+        model: its architecture, complete.
+        efficiency: by accelerator, the share of its peak that is reached.
         source: of sizes and shares.
         parameters: as published; checked.
         other_efficiency: of accelerators that are not listed.
     """
-    keys = width // heads * key_heads
+    width, hidden, tokens = model.width, model.hidden, model.tokens
+    keys = width // model.heads * model.key_heads
     matrices = [
         ("self_attn.q_proj", width, width), ("self_attn.k_proj", keys, width), ("self_attn.v_proj", keys, width),
         ("self_attn.o_proj", width, width), ("mlp.gate_proj", hidden, width), ("mlp.up_proj", hidden, width),
         ("mlp.down_proj", width, hidden),
     ]  # fmt: skip
     vectors = [("input_layernorm.weight", width), ("post_attention_layernorm.weight", width)]
-    head = 2.0 * vocabulary * width * tokens
-    weights = [Weight("model.embed_tokens.weight", vocabulary * width, head if tied else 0.0)]
-    for layer in range(layers):
+    head = 2.0 * model.vocabulary * width * tokens
+    weights = [Weight("model.embed_tokens.weight", model.vocabulary * width, head if model.tied else 0.0)]
+    for layer in range(model.layers):
         weights += transformer_weights(f"model.layers.{layer}", width, tokens, matrices, vectors, width)
     weights.append(Weight("model.norm.weight", width))
-    if not tied:
-        weights.append(Weight("lm_head.weight", vocabulary * width, head))
+    if not model.tied:
+        weights.append(Weight("lm_head.weight", model.vocabulary * width, head))
+    note = f"sequences of {tokens} tokens, {model.batch} for each rank"
     return ModelShape(
-        name, tuple(weights), parameters, batch, ACTIVATION_BYTES * tokens * width * layers,
-        2.0 * tokens * width * layers, efficiency, source, (f"sequences of {tokens} tokens, {batch} for each rank",),
-        other_efficiency,
+        name, tuple(weights), parameters, model.batch, ACTIVATION_BYTES * tokens * width * model.layers,
+        2.0 * tokens * width * model.layers, efficiency, source, (note,), other_efficiency,
     )  # fmt: skip
 
 
@@ -173,48 +197,33 @@ def estimated_profile(shape: ModelShape, gpu: str = "h100") -> Profile:
     )
 
 
-def new_decoder(
-    *, layers: int, width: int, batch: int, tokens: int = 2048, heads: int | None = None, key_heads: int | None = None,
-    hidden: int | None = None, vocabulary: int = 128_256, tied: bool = False, share: float | None = None,
-    name: str = "model",
-) -> Profile:  # fmt: skip
+MOST_SIZES = {
+    "layers": 1000, "width": 10**6, "batch": 10**6, "tokens": 10**7, "heads": 10**5, "key_heads": 10**5,
+    "hidden": 10**7, "vocabulary": 10**7,
+}  # fmt: skip
+OPTIONS = {"width": "--hidden", "hidden": "--feed-forward", "key_heads": "--key-heads"}
+"""Sizes of a decoder, and the options of `planner model new` that have another name."""
+
+
+def new_decoder(described: Decoder, share: float | None = None, name: str = "model") -> Profile:
     """Return the estimated profile of a language model that was described in a few numbers.
 
-    Args:
-        layers: transformer blocks.
-        width: of the residual stream.
-        batch: sequences per rank.
-        tokens: of a sequence.
-        heads: attention heads; default: of 128 channels each.
-        key_heads: heads of keys and values; default: as many.
-        hidden: width of feed-forward layers; default: 8/3 of the width, up to a multiple of 256.
-        vocabulary: tokens that there are.
-        tied: whether the embedding is also the output layer.
-        share: of an accelerator's peak that is reached (MFU); default: `OTHER`.
-        name: of the model.
+    `share` is that of an accelerator's peak that is reached (MFU); default: `OTHER`.
 
     Raises InputError: a number is out of its range, or heads do not divide what they have to.
     """
-    heads = heads or max(1, width // 128)
-    key_heads, hidden = key_heads or heads, hidden or -(-8 * width // 3 // 256) * 256
-    for option, value, most in (
-        ("--layers", layers, 1000), ("--hidden", width, 10**6), ("--batch", batch, 10**6), ("--tokens", tokens, 10**7),
-        ("--heads", heads, 10**5), ("--key-heads", key_heads, 10**5), ("--feed-forward", hidden, 10**7),
-        ("--vocabulary", vocabulary, 10**7),
-    ):  # fmt: skip
-        if not 1 <= value <= most:
+    model = described.complete()
+    for size, most in MOST_SIZES.items():
+        if not 1 <= (value := getattr(model, size)) <= most:
+            option = OPTIONS.get(size, f"--{size}")
             raise InputError(f"{option}: found {value}, expected 1 to {most}; correct it")
     for option, value, whole, of in (
-        ("--heads", heads, width, "--hidden"),
-        ("--key-heads", key_heads, heads, "--heads"),
+        ("--heads", model.heads, model.width, "--hidden"),
+        ("--key-heads", model.key_heads, model.heads, "--heads"),
     ):
         if whole % value:
             raise InputError(f"{option}: found {value}, expected a divisor of {of} ({whole}); correct one of them")
     if share is not None and not 0.0 < share <= 1.0:
         raise InputError(f"--share: found {share}, expected above 0 and at most 1, such as 0.4; correct it")
-    shape = decoder(
-        name, layers=layers, width=width, hidden=hidden, heads=heads, key_heads=key_heads, vocabulary=vocabulary,
-        tied=tied, tokens=tokens, batch=batch, efficiency={}, source="described by `planner model new`, not measured",
-        other_efficiency=share or OTHER,
-    )  # fmt: skip
-    return estimated_profile(shape)
+    source = "described by `planner model new`, not measured"
+    return estimated_profile(decoder(name, model, efficiency={}, source=source, other_efficiency=share or OTHER))

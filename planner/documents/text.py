@@ -1,4 +1,4 @@
-"""How numbers, and texts from documents, are written for people, and how people write rates and times. Torch-free."""
+"""Texts for people: numbers and texts from documents written out, rates and times parsed. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def format_significant(value: float) -> str:
-    """Three significant digits; more where the number has more before its point."""
+    """Format with three significant digits; more if the number has more before its point."""
     return f"{value:,.0f}" if 999.5 <= value < 1e15 else f"{value:,.3g}"
 
 
 def first_part(text: str) -> str:
-    """The first of several parts: a cluster's name, nodes and ranks; what was profiled; how costs were found."""
+    """Return the first of several parts: a cluster's name, nodes and ranks; what was profiled; how costs were found."""
     return text.partition("; ")[0]
 
 
 def first_part_with_source(text: str) -> str:
-    """The first part, and where it is from."""
+    """Return the first part, and its source."""
     first, *others = text.split("; ")
     return "; ".join([first, *(part for part in others if part.startswith("source: "))])
 
@@ -76,23 +76,23 @@ def mebibytes(size_bytes: int | None) -> str:
 
 
 NAME_CHARACTERS, SENTENCE_CHARACTERS = 120, 2000
-"""How much is shown of a name and of a sentence."""
+"""Most characters that are shown of a name and of a sentence."""
 
 
 def sanitize(text: str, characters: int = NAME_CHARACTERS) -> str:
-    """A text from a document for the terminal: control characters written out, a long one cut short."""
+    """Return a text from a document for the terminal: control characters written out, a long one cut short."""
     if len(text) > characters:
         text = text[:characters] + "…"
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def ms(time_us: float) -> str:
-    """Three significant digits, with the unit."""
+    """Format with three significant digits and the unit."""
     return f"{format_significant(time_us / 1000)} ms"
 
 
 def mib(size_bytes: int) -> str:
-    """Three significant digits, with the unit."""
+    """Format with three significant digits and the unit."""
     return f"{format_significant(size_bytes / 2**20)} MiB"
 
 

@@ -1,4 +1,4 @@
-"""profile.json's `units`: the modules of a model in the order of forward, with what each computes and keeps.
+"""Section `units` of profile.json: the modules of a model in the order of forward, with times and memory of each.
 
 What FSDP2 can gather together are groups of them; see `planner.fsdp2.program`.
 """
@@ -12,9 +12,8 @@ from typing import Annotated
 from pydantic import Field
 
 from planner.documents.text import pluralize
-from runtime.errors import InputError
 from runtime.plan.fully_sharded import ROOT, ModulePath, contains
-from runtime.plan.strict_json import Count, Name, Record, TimeUs
+from runtime.plan.strict_json import Count, Name, Record, TimeUs, repeated_item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +24,14 @@ class Unit(Record):
     forward_us: TimeUs
     backward_us: TimeUs
     activation_bytes: Count = 0
-    """What it keeps for backward beyond parameters, and units before it do not."""
+    """Bytes kept for backward beyond parameters, and beyond what units before it keep."""
     forward_working_bytes: Count = 0
-    """What its forward takes beside activations, at the most; 0 where that is not known."""
+    """Peak bytes of its forward beyond activations; 0 if it is not known."""
     backward_working_bytes: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
-    """What its backward takes beside all its activations and gradients of parameters, at the most: below 0 where the
+    """Peak bytes of its backward beyond all its activations and gradients of parameters: below 0 if the
     former are gone before the latter are there."""
     carried_bytes: Count = 0
-    """Of that, what is there already when its backward begins."""
+    """Part of that which is there already when its backward begins."""
     input_requires_grad: bool = True
     """False of the first one, whose input is data: its gradients are reduced last."""
 
@@ -69,25 +68,25 @@ class Units(Record):
     update_us: TimeUs = 0.0
     """The optimizer's update of all parameters."""
     loss_working_bytes: Count = 0
-    """What the loss, forward and backward, takes beside all activations, at the most."""
+    """Peak bytes of the loss, forward and backward, beyond all activations."""
     estimated: bool = False
     """Whether times are shared out by size, and not measured."""
 
-    def check(self, where: str) -> None:
-        """Raise InputError where modules are named twice or inside each other; `where` is the place of this."""
-        seen: set[str] = set()
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if modules are named twice or inside each other."""
+        if (twice := repeated_item([unit.module] for unit in self.units)) is not None:
+            place = f"{path}.units[{twice[0]}].module: found {twice[2]!r}"
+            return f"{place} once more, expected each module once: take one out"
         for index, unit in enumerate(self.units):
-            place = f"{where}.units[{index}].module: found {unit.module!r}"
-            if unit.module in seen:
-                raise InputError(f"{place} once more, expected each module once: take one out")
-            seen.add(unit.module)
             inside = next((other.module for other in self.units if contains(other.module, unit.module)), None)
             if inside is not None:
-                raise InputError(f"{place}, a part of the unit {inside!r}, expected modules apart: take one out")
+                place = f"{path}.units[{index}].module: found {unit.module!r}"
+                return f"{place}, a part of the unit {inside!r}, expected modules apart: take one out"
+        return None
 
     @property
     def summary(self) -> str:
-        """In words."""
+        """Return the units in words."""
         numel = sum(weight.numel for weight in self.weights)
         total_us = sum(unit.forward_us + unit.backward_us for unit in self.units)
         return (

@@ -1,1 +1,1 @@
-"""From a schedule to plan.json: buckets, sources, timelines."""
+"""Making plan.json of a schedule: buckets, sources, timelines."""

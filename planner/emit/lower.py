@@ -1,4 +1,4 @@
-"""Schedule → plan: names instead of indices, the prediction, and why each bucket is what it is."""
+"""Lowering a schedule to a plan: names instead of indices, the prediction, and the reason of each bucket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
 
 
 def predict(problem: Problem, schedule: Schedule, *, timeline: bool = False) -> Prediction:
-    """Return the simulator's word on a schedule, with every task where `timeline` is set."""
+    """Return the simulator's prediction of a schedule, with every task if `timeline` is set."""
     return _prediction(problem, schedule, model_of(schedule).simulate(problem, schedule), tasks=timeline)
 
 
@@ -82,7 +82,7 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
 
 
 def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int]:
-    """What is in a message of several buckets, which no single one says; nothing of others."""
+    """Return the contents of a message of several buckets; nothing of others, whose bucket has them."""
     if not isinstance(span, WindowSpan) or not span.buckets:
         return {}
     members = [gradient for bucket in span.buckets for gradient in schedule.buckets[bucket].gradients]
@@ -91,7 +91,7 @@ def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int
 
 
 def _norms(problem: Problem, schedule: Schedule) -> UpdatePlan | None:
-    """What a plan says of the norms of layers; None where there are none to share."""
+    """Return the part of a plan on norms of layers; None where there are none to share."""
     layers = problem.norm_layers
     if not layers or problem.ranks == 1:
         return None

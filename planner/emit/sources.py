@@ -1,4 +1,4 @@
-"""Where the numbers of a plan came from, in words."""
+"""Sources of the numbers in a plan, as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime.version import __version__
 
 
 def describe_sources(problem: Problem) -> dict[str, str]:
-    """Model, cluster, and what compute and communication times rest on."""
+    """Return the sources of model, cluster, compute times and communication times, by name."""
     return {
         "model": _model(problem),
         "cluster": _cluster(problem.cost.cluster),
@@ -38,7 +38,7 @@ def _cluster(cluster: Cluster) -> str:
 
 
 def _origin(document: Cluster | Profile) -> list[str]:
-    """What a document says of where it is from, and what to mind."""
+    """Return the source and the notes of a document."""
     source = [f"source: {document.source}"] if document.source else []
     return source + [f"note: {note}" for note in document.notes or ()]
 

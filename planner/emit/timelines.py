@@ -10,13 +10,13 @@ from planner.model.problem import Problem
 from runtime.plan.predicted import PredictedTask, Prediction
 
 MAX_BARS = 500
-"""Per resource: a page a thousand pixels wide shows no more."""
+"""Bars per resource: a page a thousand pixels wide shows no more."""
 
 COMPUTE = "compute"
 
 
 def kind_of(task: PredictedTask) -> str:
-    """What a task does, without which bucket it does it for: `forward`, `all_reduce`, …"""
+    """Return the kind of a task, without its bucket: `forward`, `all_reduce`, …"""
     words = task.task.split()
     if task.bucket is not None and len(words) > 2 and words[0].startswith("bucket"):
         return words[2]
@@ -24,7 +24,9 @@ def kind_of(task: PredictedTask) -> str:
 
 
 def baseline_prediction(problem: Problem, schedule: Schedule, prediction: Prediction) -> Prediction:
-    """A baseline's prediction with a timeline that says what is in each message, at most `MAX_BARS` a resource."""
+    """Return a baseline's prediction with a timeline that has the contents of each message, at most `MAX_BARS` bars a
+    resource.
+    """
     tasks = []
     for task in prediction.timeline or ():
         if task.bucket is not None:
@@ -40,7 +42,7 @@ def baseline_prediction(problem: Problem, schedule: Schedule, prediction: Predic
 
 
 def join_neighbours(tasks: Iterable[PredictedTask], limit: int = MAX_BARS) -> tuple[PredictedTask, ...]:
-    """At most about `limit` bars per resource: those with the shortest gaps between them are joined, kind by kind.
+    """Return about `limit` bars per resource at most: those with the shortest gaps are joined, kind by kind.
 
     Neighbours of different kinds stay apart, so a resource that alternates between kinds may keep more.
     """
@@ -95,7 +97,7 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 
 def _first(group: Sequence[PredictedTask]) -> int | None:
-    """The first gradient of a group whose gradients follow one another, else None."""
+    """Return the first gradient of a group whose gradients follow one another, else None."""
     following = None
     for task in group:
         if task.first_gradient is None or task.gradients is None or following not in (None, task.first_gradient):

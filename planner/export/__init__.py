@@ -1,6 +1,6 @@
 """A plan in the forms that stock executors read. `EXPORTERS` is the only list of them. Torch-free.
 
-What a form cannot hold is said in notes, each with what it costs where that is known: from the simulator where the
+Notes report what a form cannot hold, each with what it costs where that is known: from the simulator where the
 plan's profile is given, else from what the plan says of its own alternatives.
 """
 

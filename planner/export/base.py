@@ -1,4 +1,4 @@
-"""What the forms have in common: what an export is, and what stock all-reduces lose of a plan. Torch-free."""
+"""The common parts of export forms: the export, and what stock all-reduces lose of a plan. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Export:
     document: dict[str, Any]
     """The same for `--json`."""
     notes: tuple[str, ...]
-    """What could not be expressed with what it costs, and how the file is used."""
+    """Parts that could not be expressed, with their costs, and how the file is used."""
     data: bytes | None = None
     """The contents of a file that is no text."""
 
@@ -44,6 +44,12 @@ def bucket_sizes(plan: Plan, problem: Problem | None) -> list[int]:
     return [size for size in sizes if size is not None]
 
 
+def members_of(plan: Plan, problem: Problem) -> list[list[int]]:
+    """Return the gradients of each bucket, by index."""
+    index = {gradient.name: at for at, gradient in enumerate(problem.profile.compute.gradients)}
+    return [[index[name] for name in bucket.gradients] for bucket in plan.buckets]
+
+
 def stock_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> float:
     """Return the simulated step of the library's all-reduces of these buckets; gradients by index."""
     schedule = Schedule(buckets=tuple(Bucket(tuple(members)) for members in buckets))
@@ -51,7 +57,7 @@ def stock_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> float:
 
 
 def cost(more_us: float | None) -> str:
-    """Return in words what a step takes longer, in milliseconds."""
+    """Return by how many milliseconds a step is longer, as text."""
     if more_us is None:
         return NO_PRICE
     return f"the step is predicted {abs(more_us) / 1e3:.3g} ms {'longer' if more_us >= 0.0 else 'shorter'} for it"
@@ -62,7 +68,7 @@ def sent_whole(bucket: PlanBucket) -> PlanBucket:
     return replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
 
 
-def without_the_plans_own(plan: Plan) -> tuple[Plan, list[str]]:
+def stock_plan(plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan of whole synchronous all-reduces that stands in for it, and what that loses in words.
 
     Prices are the plan's own predictions; None where it does not say. Buckets stay where there is no `fallback`.

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from planner.export.base import NO_PRICE, Export, bucket_sizes, cost, stock_us, without_the_plans_own
+from planner.export.base import NO_PRICE, Export, bucket_sizes, cost, members_of, stock_plan, stock_us
 from planner.model.problem import Problem
 from planner.strategies.baselines import BUCKET_BYTES, MIB, ddp_buckets
 from runtime.plan import Plan
-from runtime.plan.transports import LIBRARY
 
 HOW = (
     "DistributedDataParallel(model, bucket_cap_mb_list=...); where only one size can be passed, bucket_cap_mb; "
@@ -24,11 +23,11 @@ HOW = (
 
 
 def to_ddp(plan: Plan, problem: Problem | None) -> Export:
-    """See `planner.export`; with a problem the buckets that DDP will make are checked against the plan's."""
-    stand_in, notes = without_the_plans_own(plan)
+    """Return DDP's arguments; with a problem the buckets that DDP will make are checked against the plan's."""
+    stand_in, notes = stock_plan(plan)
     sizes = bucket_sizes(stand_in, problem)
     caps_mib = [size / MIB for size in sizes if size > 0]
-    odd = sorted({b.algorithm for b in stand_in.buckets if b.transport != LIBRARY})
+    odd = sorted({b.algorithm for b in stand_in.buckets if not b.transport.stock})
     if odd:
         notes.append(f"{', '.join(odd)}: DDP sends every bucket by the library's all-reduce")
     planned_us = stand_in.predicted.iteration_us if stand_in.predicted else None
@@ -39,8 +38,7 @@ def to_ddp(plan: Plan, problem: Problem | None) -> Export:
         if odd:
             notes.append(f"{', '.join(odd)}: {NO_PRICE}")
     else:
-        index = {gradient.name: at for at, gradient in enumerate(problem.profile.compute.gradients)}
-        planned = [[index[name] for name in bucket.gradients] for bucket in stand_in.buckets]
+        planned = members_of(stand_in, problem)
         size_bytes, dtypes = problem.size_bytes.tolist(), problem.dtype_ids.tolist()
         made = ddp_buckets(size_bytes, dtypes, caps_mib) if caps_mib else planned
         made_us = stock_us(problem, made)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.emit.lower import predict
-from planner.export.base import NO_PRICE, Export, cost, sent_whole, without_the_plans_own
+from planner.export.base import NO_PRICE, Export, cost, members_of, sent_whole, stock_plan
 from planner.export.ddp import to_ddp
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import Wire
@@ -50,10 +50,10 @@ NOTHING_NARROW = "no bucket is compressed: --to ddp gives the same without a hoo
 
 
 def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
-    """See `planner.export`; a plan with a delay or local updaters is replaced by the exact one beside it."""
+    """Return the module; a plan with a delay or local updaters is replaced by its exact fallback."""
     notes: list[str] = []
     if plan.delay is not None or plan.local_async is not None:
-        plan, notes = without_the_plans_own(plan)
+        plan, notes = stock_plan(plan)
     narrow = [not bucket.dense for bucket in plan.buckets]
     whole = replace(
         plan, accuracy="exact", fallback=None,
@@ -84,8 +84,8 @@ def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
 
 
 def _by_ddps_bucket(plan: Plan, narrow: list[bool], caps_mib: list[float], problem: Problem | None) -> list[bool]:
-    """Of each bucket that DDP makes: one is narrow where all its gradients are in the plan. Without a problem, of the
-    plan's own but for those without bytes, which DDP does not make.
+    """Return for each bucket that DDP makes whether it is sent in bfloat16: if all its gradients are in the plan.
+    Without a problem these are the plan's own but for those without bytes, which DDP does not make.
     """
     if problem is None:
         return [one for one, bucket in zip(narrow, plan.buckets, strict=True) if bucket.size_bytes]
@@ -96,7 +96,7 @@ def _by_ddps_bucket(plan: Plan, narrow: list[bool], caps_mib: list[float], probl
 
 
 def _what(plan: Plan, index: int) -> str:
-    """What a compressed bucket sends, in a word."""
+    """Return the name of the encoding of a compressed bucket."""
     compressor = plan.buckets[index].compressor
     return compressor.dtype or compressor.name
 
@@ -104,10 +104,8 @@ def _what(plan: Plan, index: int) -> str:
 def _price(plan: Plan, narrow: list[bool], problem: Problem | None) -> str:
     if problem is None or plan.predicted is None:
         return NO_PRICE
-    index = {gradient.name: at for at, gradient in enumerate(problem.profile.compute.gradients)}
-    members = [tuple(index[name] for name in bucket.gradients) for bucket in plan.buckets]
     made = tuple(
-        Bucket(of, NATIVE, Wire("bfloat16")) if compressed else Bucket(of)
-        for of, compressed in zip(members, narrow, strict=True)
+        Bucket(tuple(of), NATIVE, Wire("bfloat16")) if compressed else Bucket(tuple(of))
+        for of, compressed in zip(members_of(plan, problem), narrow, strict=True)
     )
     return cost(predict(problem, Schedule(buckets=made)).iteration_us - plan.predicted.iteration_us)

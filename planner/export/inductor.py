@@ -18,10 +18,9 @@ from planner.export.base import Export, bucket_sizes
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan import Plan
-from runtime.plan.transports import LIBRARY
 
 SCALAR_TYPES = {"float32": "Float", "bfloat16": "BFloat16", "float16": "Half", "float64": "Double"}
-"""By dtype, the name that traces have for it."""
+"""Name of each dtype in traces."""
 SMALLEST_BYTES = 1024
 
 NOTES = (
@@ -33,7 +32,7 @@ NOTES = (
 
 
 def to_inductor(plan: Plan, problem: Problem | None) -> Export:
-    """See `planner.export`. Raises InputError where neither plan nor profile says how long messages take."""
+    """Return the times of all-reduces. Raises InputError where neither plan nor profile has any."""
     ranks = plan.world.ranks
     if problem is not None:
         total = max(SMALLEST_BYTES, int(problem.size_bytes.sum()))
@@ -58,8 +57,7 @@ def to_inductor(plan: Plan, problem: Problem | None) -> Export:
 def _planned_points(plan: Plan) -> list[tuple[int, float]]:
     tasks = (plan.predicted.timeline if plan.predicted else None) or ()
     took = {task.bucket: task.end_us - task.start_us for task in tasks if task.resource == "network"}
-    plain = [at for at, b in enumerate(plan.buckets) if b.transport == LIBRARY]
-    plain = [at for at in plain if took.get(at, 0.0) > 0.0 and plan.buckets[at].dense]
+    plain = [at for at, b in enumerate(plan.buckets) if b.transport.stock and b.dense and took.get(at, 0.0) > 0.0]
     if not plain:
         raise InputError(
             "found no bucket that is sent whole by the library's all-reduce and has a predicted time, so nothing to "

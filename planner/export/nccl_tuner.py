@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.export.base import Export, bucket_sizes, cost, stock_us, without_the_plans_own
+from planner.export.base import Export, bucket_sizes, cost, members_of, stock_plan, stock_us
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan import Plan
-from runtime.plan.transports import LIBRARY, TREE
 
 COLUMNS = "colltype,minbytes,maxbytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 USE = (
@@ -22,11 +21,11 @@ USE = (
 
 
 def to_nccl_tuner(plan: Plan, problem: Problem | None) -> Export:
-    """See `planner.export`. Raises InputError where no bucket is sent by a tree."""
-    plan, notes = without_the_plans_own(plan)
+    """Return rows for the tuner. Raises InputError where no bucket is sent by a tree."""
+    plan, notes = stock_plan(plan)
     sizes = bucket_sizes(plan, problem)
-    trees = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.transport == TREE}
-    others = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.transport != TREE}
+    trees = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if bucket.transport.tunable}
+    others = {size for size, bucket in zip(sizes, plan.buckets, strict=True) if not bucket.transport.tunable}
     if both := sorted(trees & others):
         notes.append(f"buckets of {both[0]:,} bytes go by a tree and otherwise: NCCL chooses by size alone, so all do")
     if not trees:
@@ -34,13 +33,11 @@ def to_nccl_tuner(plan: Plan, problem: Problem | None) -> Export:
             "--to nccl-tuner: found no bucket with the algorithm 'tree'; every all-reduce is left to the library or "
             "made of phases, so there is nothing to tell a tuner: use NCCL as it is, with the buckets of --to ddp"
         )
-    phases = sorted({b.algorithm for b in plan.buckets if b.transport not in (LIBRARY, TREE)})
+    phases = sorted({b.algorithm for b in plan.buckets if not (b.transport.stock or b.transport.tunable)})
     if phases:
         more_us = None
         if problem is not None and plan.predicted is not None:
-            index = {gradient.name: at for at, gradient in enumerate(problem.profile.compute.gradients)}
-            members = [[index[name] for name in bucket.gradients] for bucket in plan.buckets]
-            more_us = stock_us(problem, members) - plan.predicted.iteration_us
+            more_us = stock_us(problem, members_of(plan, problem)) - plan.predicted.iteration_us
         notes.append(f"{', '.join(phases)} cannot be expressed: NCCL chooses; all by its own choice, {cost(more_us)}")
     nodes = plan.world.nodes or -1
     rows = [

@@ -1,4 +1,4 @@
-"""What a forward asks of its tensors' values (`if x.sum() > 0`, `x[x > 0]`): recorded on data, answered without.
+"""Answers to a forward's questions about values (`if x.sum() > 0`, `x[x > 0]`): recorded on data, given without.
 
 With these answers a forward can be traced that would otherwise need values; the graph then holds the path that it
 takes with this batch.
@@ -29,14 +29,14 @@ QUESTIONS: frozenset[Callable[..., Any]] = frozenset(
         *(_TENSOR.numpy, _TENSOR.__array__, _TENSOR.__format__, _TENSOR.__repr__),
     ]
 )
-"""What turns a tensor's values into something that torch does not see."""
+"""Functions that turn a tensor's values into something that torch does not see."""
 
 Site = tuple[Any, str, int]
-"""Which function is called, in which file and line. Order alone would not do: some models ask less while traced."""
+"""(function, file, line) of a call. Order alone is not enough: some models ask less while they are traced."""
 
 
 class Recorded(TorchFunctionMode):
-    """Writes down what is answered inside, and the shapes of all results."""
+    """Records the answers given inside, and the shapes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Recorded(TorchFunctionMode):
 class Answered(TorchFunctionMode):
     """Gives the same answers, from the first on each time that it is entered.
 
-    A size that depends on values is told to be what it was.
+    Sizes that depend on values are those that were recorded.
     """
 
     def __init__(self, answers: Mapping[Site, Sequence[Any]]) -> None:
@@ -95,7 +95,7 @@ def _strided(value: Any) -> bool:
 
 
 def _with_shapes(result: Any, were: Sequence[tuple[int, ...]]) -> Any:
-    """The result, with the sizes that it had where it has sizes that depend on values."""
+    """Return the result, with the recorded sizes in place of sizes that depend on values."""
     if all(isinstance(size, int) for shape in _shapes(result) for size in shape):
         return result
     known = iter(were)

@@ -1,4 +1,4 @@
-"""How a training step calls its model, and the model bound to that call: tensors in, tensors out."""
+"""The call of the model in a training step, and the model bound to that call: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 @dataclass(frozen=True)
 class Call:
-    """How the step calls the model."""
+    """The arguments and context of a step's call of its model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -25,7 +26,7 @@ class Call:
     """The step's whole forward, up to its loss, in place of a call of the model."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors among the arguments, cut off from whatever computed them."""
+        """Return the tensors among the arguments, detached from what computed them."""
         return [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves_of((self.args, self.kwargs))]
 
     @contextmanager
@@ -41,8 +42,7 @@ class Call:
 class Bound(nn.Module):
     """A model bound to its arguments: tensors in, tensors out, everything else fixed.
 
-    So it can be traced whatever its signature and its containers are. The name `module` is one that
-    `canonical_name` takes off again.
+    So it can be traced for any signature and any containers. The name `module` is one that `canonical_name` removes.
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
@@ -50,7 +50,7 @@ class Bound(nn.Module):
         self.module = model
         self.training = model.training
         self.mode: AbstractContextManager[Any] = nullcontext()
-        """In which the forward runs."""
+        """Context in which the forward runs."""
         self._call = call
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
@@ -77,21 +77,31 @@ def leaves_of(value: Any) -> list[Any]:
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a copy of a nest of containers with every tensor replaced; objects of other kinds are kept."""
-    if isinstance(value, (Tensor, fx.Proxy)):
+    return map_leaves(value, lambda leaf: isinstance(leaf, Tensor | fx.Proxy), function)
+
+
+def map_leaves(value: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+    """Return a copy of a nest of mappings, lists, tuples and dataclasses with every leaf replaced by a function of it.
+
+    Objects of other kinds are kept, and so are lists and tuples whose constructor takes something else than items.
+    """
+    if is_leaf(value):
         return function(value)
+    inner = partial(map_leaves, is_leaf=is_leaf, function=function)
+    kind: Any = type(value)
     if isinstance(value, MutableMapping):
         result = copy.copy(value)
         for key in value:
-            result[key] = map_tensors(value[key], function)
+            result[key] = inner(value[key])
         return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, function) for item in value)
+        return kind(*map(inner, value))
+    if kind.__init__ in (list.__init__, tuple.__init__) and kind.__new__ in (list.__new__, tuple.__new__):
+        return kind(map(inner, value))
     if is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(cast(Any, value))
         for entry in fields(value):
-            object.__setattr__(result, entry.name, map_tensors(getattr(value, entry.name), function))
+            object.__setattr__(result, entry.name, inner(getattr(value, entry.name)))
         return result
     return value
 
@@ -101,11 +111,11 @@ class _CallSeen(BaseException):
 
 
 class _BackwardSeen(BaseException):
-    """Ends the step where its forward ends, likewise; holds the loss."""
+    """Ends the step at the end of its forward, and holds the loss; not an Exception either."""
 
 
 def first_call(model: nn.Module, run_forward: Callable[[], object]) -> Call:
-    """Return the step's first call of the model, which ends the step; or the step itself, if it calls a part before."""
+    """Return the step's first call of the model, which ends the step, or the step itself if it calls a part before."""
     calls: list[Call] = []
     wholes = levels(model)  # the step may call the wrapper or what is in it
     devices = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
@@ -151,7 +161,7 @@ def goes_on(model: nn.Module, run_forward: Callable[[], object]) -> bool:
 
 
 def until_backward(step: Callable[[], object]) -> object:
-    """Return what the step returns, or the tensor on which it calls `backward`, where it ends."""
+    """Return what the step returns, or the tensor on which it calls `backward`, which ends it."""
 
     def end(tensor: Any, *_: Any, **__: Any) -> None:
         raise _BackwardSeen(tensor)

@@ -24,18 +24,19 @@ from planner.frontend.layers import CostInterpreter, CostRecorder, LayerCost, ca
 from planner.frontend.unchanged import unchanged, values_kept
 
 Play = Callable[[CostRecorder, Mapping[str, Tensor] | None, Sequence[Tensor]], object]
-"""Runs a forward under a recorder, given stand-ins for the model's parameters and buffers by name (None: they stand for
-themselves) and the inputs."""
+"""Runs a forward under a recorder, given substitutes for the model's parameters and buffers by name (None: themselves)
+and the inputs."""
 
 
 def by_export(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
-    """The graph holds for all values: torch.export refuses a model that asks for some."""
+    """Trace by torch.export: the graph holds for all values, and a model that asks for some is refused."""
     return _exported(Bound(model, call), call.tensors(), model)
 
 
 def by_export_of_one_path(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
-    """The forward runs once on data, and what it asks of values then is what it is told while it is exported: so the
-    graph holds the path that it takes with this batch.
+    """Trace by torch.export, with the answers about values that a run on data gave.
+
+    So the graph holds the path that the forward takes with this batch.
     """
     bound, inputs = Bound(model, call), call.tensors()
     with unchanged(model), values_kept(model.parameters()), Recorded() as recorded:
@@ -88,7 +89,7 @@ class _Replay(nn.Module):
 
 
 def by_symbolic_trace(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
-    """torch.fx calls the forward with stand-ins that record what is done to them; torch's own modules stay whole."""
+    """Trace by torch.fx, whose proxies record the operations on them; torch's own modules stay whole."""
     bound, inputs = Bound(model, call), call.tensors()
     graph = fx.GraphModule(bound, _BoundTracer(len(inputs)).trace(bound))
     # The graph tells in which module its nodes are; what is left to watch is the inside of its module calls.
@@ -103,7 +104,7 @@ def by_symbolic_trace(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
 
 
 def by_hooks(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
-    """A plain call with hooks around every module; there is no graph."""
+    """Trace by a plain call with hooks around every module; there is no graph."""
     bound, inputs = Bound(model, call), call.tensors()
 
     def play(recorder: CostRecorder, values: Mapping[str, Tensor] | None, leaves: Sequence[Tensor]) -> None:
@@ -156,7 +157,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _stand_ins(mode: FakeTensorMode, module: nn.Module, recorder: CostRecorder) -> dict[str, Tensor]:
-    """Return parameters and buffers without data, by name; `recorder` knows whom they stand for."""
+    """Return parameters and buffers without data, by name; `recorder` gets to know what they substitute."""
     made: dict[int, Tensor] = {}
     state = _state(module)
     for tensor in state.values():
@@ -168,7 +169,7 @@ def _stand_ins(mode: FakeTensorMode, module: nn.Module, recorder: CostRecorder) 
 
 @contextmanager
 def watched(model: nn.Module, recorder: CostRecorder, skip: Collection[str] = ()) -> Iterator[None]:
-    """Tells the recorder which module runs and how large its outputs are; `skip` holds paths that it knows of."""
+    """Report to the recorder which module runs and the size of its outputs; `skip`: paths that it knows of."""
     outer: list[str] = []
 
     def enter(path: str, *_: Any) -> None:

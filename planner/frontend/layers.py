@@ -1,4 +1,4 @@
-"""What one forward costs, layer by layer: FLOPs, activation bytes, and how backward splits.
+"""The costs of one forward, layer by layer: FLOPs, activation bytes, and the parts of backward.
 
 All tracing methods end here: the model's operations run once, mostly on tensors without data, under `CostRecorder`,
 which gives each operation to the layer whose parameters it uses, or else to the module in which it runs.
@@ -54,7 +54,7 @@ class TracedModel:
 
     method: Method
     failures: dict[str, str]
-    """Every method that failed, with one line that says why; "hooks" too if not even a plain call went through."""
+    """Methods that failed, with one line of the reason; "hooks" too if not even a plain call succeeded."""
     layers: tuple[LayerCost, ...]
     """Layers that the forward did not use come last, without FLOPs."""
 
@@ -69,11 +69,15 @@ def estimated_grad_weight_share(layers: Sequence[LayerCost]) -> float:
 def split_backward(
     layers: Sequence[LayerCost], layer_backward_us: Mapping[str, float], forward_us: float
 ) -> tuple[Layer, ...]:
-    """Return the profile's layers: measured times, divided by FLOPs where only FLOPs can tell.
+    """Return the profile's layers: measured times, divided by FLOPs if only FLOPs can tell.
 
-    Nothing is made up: a layer without gradients (attention's products) keeps None for backward, because its time
-    was measured as part of its neighbours'. Of each layer, as `layer_of` names it, `layer_backward_us` is the sum of
-    its gradients' `backward_us`.
+    A layer without gradients (attention's products) keeps None for backward, because its time was measured as part of
+    its neighbours'.
+
+    Args:
+        layers: the traced ones.
+        layer_backward_us: sum of the gradients' `backward_us` of each layer, as `layer_of` names it.
+        forward_us: time of the whole forward.
     """
     all_flops = sum(layer.flops for layer in layers)
     return tuple(
@@ -94,7 +98,7 @@ def split_backward(
 def _backward_halves(
     layers: Sequence[LayerCost], layer_backward_us: Mapping[str, float]
 ) -> Iterator[tuple[float | None, float | None]]:
-    """(grad_input_us, grad_weight_us) of each layer; together they are what was measured."""
+    """Yield (grad_input_us, grad_weight_us) of each layer, whose sum was measured."""
     # A shared parameter keeps the name under which it was registered first, perhaps not in the layer that uses it
     # first. So the time measured under one name is divided, by FLOPs, among all layers that own parameters of it.
     flops = [layer.grad_input_flops + layer.grad_weight_flops for layer in layers]
@@ -117,12 +121,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Queries times keys, then weights times values; a causal mask saves nothing here."""
+    """Count queries times keys, then weights times values; a causal mask saves nothing here."""
     return 2 * query.numel() * key.shape[-2] + 2 * query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1]
 
 
 def _recurrent_flops(x: Tensor, *args: Any, **_: Any) -> int:
-    """Every weight matrix meets every element of every sequence once."""
+    """Count one product of every weight matrix with every element of every sequence."""
     return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in tensors_in(args[:2]) if w.dim() == 2)
 
 
@@ -151,7 +155,7 @@ def _multiplied(op: str, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 _BUFFER = 0
-"""Stands for any buffer where a parameter's identity is expected."""
+"""Identity of any buffer, in place of a parameter's."""
 
 
 @dataclass
@@ -160,8 +164,8 @@ class _Tally:
 
     products: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
     elementwise: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
-    """Kept apart, for it is dropped where there are products: whether a bias is added by its own operation depends
-    on strides."""
+    """A sum of its own, dropped if there are products: whether a bias is added by its own operation depends on
+    strides."""
     output_bytes: float = 0.0
     attention: bool = False
 
@@ -179,7 +183,7 @@ class CostRecorder(TorchDispatchMode):
         self.path = ""
         """Canonical path of the module that runs now."""
         self.call_bytes: dict[str, float] = {}
-        """Bytes of the outputs of every module's calls, filled by whoever sees the calls."""
+        """Bytes of the outputs of every module's calls, filled by the hooks or the interpreter."""
         self._modules = {canonical_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
         self._names: dict[int, list[str]] = {}
         self._spans: dict[int, list[tuple[float, float, int]]] = {}
@@ -193,7 +197,7 @@ class CostRecorder(TorchDispatchMode):
             self.stands_for(buffer, buffer)
 
     def stands_for(self, tensor: Tensor, original: Tensor) -> None:
-        """From now on the use of `tensor` is the use of `original`, a parameter or buffer of the model."""
+        """Count every use of `tensor` as one of `original`, a parameter or buffer of the model."""
         owner = id(original) if id(original) in self._names else _BUFFER
         # Indices are data, not part of the weights, wherever they are kept.
         if owner != _BUFFER or tensor.is_floating_point():
@@ -254,7 +258,7 @@ class CostRecorder(TorchDispatchMode):
     def _own(self, tensor: Tensor, owner: int, start: float, end: float) -> None:
         if (storage := _storage(tensor)) is not None:
             self._spans.setdefault(storage._cdata, []).append((start, end, owner))
-            self._alive.append(storage)  # its address must not be given away while it means something here
+            self._alive.append(storage)  # its address must not be reused while it is a key here
 
     def _owner(self, tensor: Tensor) -> int | None:
         """Return the parameter (or `_BUFFER`) that `tensor` is, is a view of, or is computed from alone."""
@@ -286,7 +290,7 @@ class CostRecorder(TorchDispatchMode):
 
 
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain_range")
-"""What export found out about values and has the graph check; what is random may be another in this run."""
+"""Checks of values in an exported graph; random values may differ in this run."""
 
 
 class CostInterpreter(fx.Interpreter):
@@ -298,7 +302,7 @@ class CostInterpreter(fx.Interpreter):
         self._node_bytes: dict[fx.Node, float] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As `fx.Interpreter.run`; afterwards the recorder knows the bytes of every module's outputs."""
+        """Run the graph, and report the bytes of every module's outputs to the recorder."""
         result = super().run(*args, **kwargs)
         for node, size_bytes in self._node_bytes.items():
             users = [_calls(user) for user in node.users]
@@ -327,7 +331,7 @@ class CostInterpreter(fx.Interpreter):
 
 @contextmanager
 def running(recorder: CostRecorder, path: str) -> Iterator[None]:
-    """What runs inside belongs to the module `path`."""
+    """Give the operations inside to the module `path`."""
     outer, recorder.path = recorder.path, path
     try:
         yield
@@ -336,7 +340,7 @@ def running(recorder: CostRecorder, path: str) -> Iterator[None]:
 
 
 def canonical_path(path: str) -> str:
-    """Return a module's path without what wrappers put into it; "" for the model itself."""
+    """Return a module's path without the names of wrappers; "" for the model itself."""
     return canonical_name(path + ".").removesuffix(".")
 
 

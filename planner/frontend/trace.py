@@ -33,7 +33,7 @@ _METHODS: dict[str, Callable[[nn.Module, Call], tuple[LayerCost, ...]]] = {
     "symbolic_trace": by_symbolic_trace,
     "hooks": by_hooks,
 }
-"""What is tried, best first; the first word is the method."""
+"""Ways of tracing by name, best first; the first word is the method."""
 
 
 def trace(model: nn.Module, run_forward: Callable[[], object]) -> TracedModel:
@@ -64,7 +64,7 @@ def trace(model: nn.Module, run_forward: Callable[[], object]) -> TracedModel:
 
 
 def _trace_call(model: nn.Module, call: Call) -> TracedModel:
-    """By the first method that succeeds."""
+    """Trace a call by the first method that succeeds."""
     failures: dict[str, str] = {}
     for name, tracer in _METHODS.items():
         try:
@@ -88,7 +88,7 @@ def _idle(model: nn.Module, result: TracedModel) -> set[str]:
 
 
 def _goes_on(model: nn.Module, run_forward: Callable[[], object]) -> bool:
-    """Return whether the step goes on after its first call; a step that fails on the way does not."""
+    """Return whether the step calls the model again after its first call; a step that fails does not."""
     try:
         with unchanged(model), values_kept(model.parameters()), _silenced():
             return goes_on(model, run_forward)
@@ -98,7 +98,7 @@ def _goes_on(model: nn.Module, run_forward: Callable[[], object]) -> bool:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """No logging, warnings or output: a failed method is told by its reason, not by what it prints on the way."""
+    """Suppress logging, warnings and output: a failed method is reported by its reason."""
     level, checking = logging.root.manager.disable, getattr(Distribution, "_validate_args", __debug__)
     logging.disable(logging.CRITICAL)
     # Distributions look at their parameters' values when they are made, which tracing without data cannot.

@@ -17,10 +17,10 @@ from runtime.monitor.preserve import put_back
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back modules' attributes, buffers, gradients and generators of random numbers.
+    """Restore modules' attributes, buffers, gradients and generators of random numbers on leaving.
 
-    Values of parameters are not kept, for that takes as much memory as the model: `values_kept` does it where a
-    forward runs on real data.
+    Values of parameters are not kept, since that takes as much memory as the model: `values_kept` does it if a forward
+    runs on real data.
     """
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
@@ -45,7 +45,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Puts back the elements of tensors (whose version counters do not tell: batch norm's statistics skip them)."""
+    """Restore the elements of tensors on leaving (batch norm's statistics skip version counters)."""
     saved = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.device.type != "meta"]
     try:
         yield

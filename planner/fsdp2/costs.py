@@ -1,4 +1,4 @@
-"""What messages of FSDP2's step cost on a cluster, over all ranks or inside groups of them (HSDP)."""
+"""Costs of the messages of FSDP2's step on a cluster, over all ranks or inside groups of them (HSDP)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from planner.fsdp2.simulator import Cost, Costs
 from runtime.errors import InputError
 
 SLOWDOWN = 1.5
-"""Of computation during messages, with whatever else grows with them: set on the rows of A100 of MPT's published
-throughputs, and rows of H100 were held back (docs/results/validation.md). NCCL's kernels take multiprocessors and
-memory bandwidth from computation; kernels alone are not known to slow one another down by more."""
+"""Slow-down of computation during messages, with whatever else grows with them: set on the rows of A100 of MPT's
+published throughputs, and rows of H100 were held back (docs/results/validation.md). NCCL's kernels take multiprocessors
+and memory bandwidth from computation; kernels alone are not known to slow one another down by more."""
 
 
 def message_costs(cluster: Cluster, shard_ranks: int | None = None) -> Costs:

@@ -15,8 +15,7 @@ from planner.fsdp2.inputs import NARROW, PER_BLOCK, Setting, baselines_of, make_
 from planner.fsdp2.program import FORWARD, GATHER, REDUCE, Shape
 from planner.fsdp2.search import Ahead, Choice, Found, Wrappings, least_memory, search
 from planner.fsdp2.simulator import COMPUTE, LANES, Step, simulate
-from planner.ir import ACCURACIES
-from planner.passes.base import GAIN
+from planner.ir import ACCURACIES, GAIN
 from runtime.errors import InputError
 from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
 from runtime.plan.fully_sharded import MemoryPoint
@@ -25,19 +24,20 @@ from runtime.plan.predicted import Certificate, PredictedTask, Prediction
 FRONTIER = 12
 """Points of time over memory."""
 MARGIN = 0.005
-"""Of a limit, what is left free: allocators round up, and optimizers count steps; predicted peaks say nothing of it."""
+"""Share of a memory limit that is left free: allocators round up, and optimizers count steps, unlike predictions."""
 WORDS = {GATHER: "all-gather", "reduce_scatter": "reduce-scatter", REDUCE: "all-reduce"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrappingRequest:
-    """What is asked of a plan for FSDP2."""
+    """Request for a plan for FSDP2."""
 
     profile: Profile | str | Path
-    """With `units` as `planner profile --parallel fsdp2` measures them; without, blocks are made of its gradients'
-    names."""
+    """A profile with `units`, as `planner profile --parallel fsdp2` measures them; without, blocks are made of the
+    names of its gradients.
+    """
     cluster: Cluster | str | Path | None = None
-    """As for `optimize`."""
+    """The cluster, as for `optimize`; default: the one measured with the profile."""
     accuracy: Accuracy = "exact"
     """The riskiest class; from bounded on gradients may be added up in bfloat16 on accelerators."""
     max_memory_mib: float | None = None
@@ -194,7 +194,7 @@ def _task(shape: Shape, step: Step, index: int) -> PredictedTask:
 
 
 def _frontier(searched: Sequence[Wrappings], found: Found) -> tuple[MemoryPoint, ...]:
-    """Of all wrappings that were looked at, those that nothing smaller is as fast as; thinned out evenly."""
+    """Return the wrappings looked at that no smaller one is as fast as, thinned out evenly."""
     points: list[tuple[int, float, int, int]] = [(
         found.step.peak_bytes, found.step.iteration_us, len(found.plan.groups),
         sum(value is False for value in found.plan.reshard_after_forward.values()),

@@ -1,4 +1,4 @@
-"""What FSDP2's step is predicted from: a profile's units on a cluster; and the wrappings that users have."""
+"""Inputs of the prediction of FSDP2's step: a profile's units on a cluster; and the wrappings that users have."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from runtime.plan import FullyShardPlan
 
 PER_BLOCK, ONE_UNIT, TITAN = "per_block", "one_unit", "torchtitan"
 NARROW: Literal["bfloat16"] = "bfloat16"
-"""In which bounded plans may add gradients up."""
+"""Dtype in which bounded plans may add gradients up."""
 _BLOCK = re.compile(r"(.*?\.\d+)\.", re.ASCII)
 _NUMBERED = re.compile(r"\.\d+$", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is planned: a model's step on a cluster."""
+    """A model's step on a cluster."""
 
     problem: Problem
     units: Units
@@ -39,7 +39,7 @@ class Setting:
     narrow: bool = False
     """Whether gradients are added up in `NARROW`."""
     host_us: float = 0.0
-    """See `Costs`."""
+    """Time of a host before each message in microseconds, as in `Costs`."""
 
     @property
     def ranks(self) -> int:
@@ -126,7 +126,7 @@ def units_of_gradients(problem: Problem) -> Units:
 
 
 def _module_of(name: str) -> str:
-    """The path of the block that a parameter is in, or of its module."""
+    """Return the path of the block that a parameter is in, or of its module."""
     match = _BLOCK.match(name)
     return match[1] if match else name.rpartition(".")[0] or name
 

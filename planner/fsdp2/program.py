@@ -48,12 +48,12 @@ class Shape:
 
     @cached_property
     def leaves(self) -> tuple[Unit, ...]:
-        """The modules that compute once in each forward, in its order."""
+        """Modules that compute once in each forward, in its order."""
         return self.units.units
 
     @cached_property
     def spans(self) -> Mapping[str, tuple[int, int]]:
-        """The first and the last leaf of every module above leaves."""
+        """First and last leaf of every module above leaves."""
         found: dict[str, tuple[int, int]] = {}
         for index, leaf in enumerate(self.leaves):
             steps = leaf.module.split(".")
@@ -67,16 +67,16 @@ class Action(NamedTuple):
 
     kind: str
     group: int = -1
-    """Its number in `Program.groups`; -1 for computation."""
+    """Number of the group in `Program.groups`; -1 for computation."""
     leaf: int = -1
     size_bytes: int = 0
     of: int = 0
-    """Of a gather: by how many ranks."""
+    """Number of ranks of a gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the host does in a step, and what that takes of memory."""
+    """Actions of the host in a step, and the memory that they take."""
 
     groups: tuple[str, ...]
     """Names; the root's is the last."""
@@ -84,7 +84,7 @@ class Program:
     memory_bytes: tuple[int, ...]
     """The most after the action before and up to this one, of one rank."""
     fixed_bytes: int
-    """Of that, what is there all the time: this rank's parts of parameters and of the optimizer's state."""
+    """Permanent part of it: this rank's parts of parameters and of the optimizer's state."""
 
     @property
     def peak_bytes(self) -> int:
@@ -126,12 +126,12 @@ class _Group:
     forward_list: list[int]
     backward_list: list[int]
     gathered_bytes: int = 0
-    """Of its parameters, whole and padded."""
+    """Bytes of its parameters, whole and padded."""
     scattered_bytes: int = 0
     part_bytes: int = 0
-    """Of this rank's reduced gradients."""
+    """Bytes of this rank's reduced gradients."""
     kept_part_bytes: int = 0
-    """Of its part between forward and backward, where that is another one."""
+    """Bytes of this rank's part between forward and backward, where that is another one."""
     phase: str = "idle"
     state_phase: str = "idle"
     pending: bool = False
@@ -140,9 +140,9 @@ class _Group:
     run: set[str] = field(default_factory=set)
     places: list[int] = field(default_factory=list)
     held_bytes: int = 0
-    """Of gradients that were computed."""
+    """Bytes of gradients that were computed."""
     last: tuple[int, int] = (-1, 0)
-    """Of its last trainable parameter, the place of its module in the group, and the bytes of its gradient."""
+    """Place in the group of the module of its last trainable parameter, and the bytes of that one's gradient."""
 
     @property
     def has_parameters(self) -> bool:
@@ -223,7 +223,7 @@ class _Host:
         return self.owner[_above(module, self.owner)]
 
     def _hooks(self) -> tuple[list[list[str]], list[list[str]]]:
-        """The wrapped modules that begin and end with each leaf: the outermost begins first and ends last."""
+        """Return the wrapped modules that begin and end with each leaf: the outermost begins first and ends last."""
         entering: list[list[str]] = [[] for _ in self.shape.leaves]
         leaving: list[list[str]] = [[] for _ in self.shape.leaves]
         for module in sorted(self.owner, key=lambda path: len(path.split(".")) if path else 0):
@@ -252,7 +252,7 @@ class _Host:
         )  # fmt: skip
 
     def _registered(self, group: int) -> tuple[int, int]:
-        """The place of a group among the model's modules: they are registered in the order of forward, mostly."""
+        """Return the place of a group among the model's modules, mostly registered in the order of forward."""
         return min((self.spans[module][0], module.count(".")) for module in self.groups[group].modules)
 
     def _do(self, action: Action) -> None:
@@ -405,11 +405,11 @@ class _Host:
 
 
 def first_leaf(shape: Shape, modules: Sequence[str]) -> int:
-    """The first leaf that computes with a parameter, given all modules that have it."""
+    """Return the first leaf that computes with a parameter, given all modules that have it."""
     return min(shape.spans[_above(module, shape.spans)][0] for module in modules)
 
 
 def _above(module: str, known: Container[str]) -> str:
-    """The innermost of known modules that a module is, or is a part of; the model itself where there is no other."""
+    """Return the innermost known module that a module is, or is a part of; else the model itself."""
     steps = module.split(".") if module else []
     return next((path for count in range(len(steps), 0, -1) if (path := ".".join(steps[:count])) in known), ROOT)

@@ -1,4 +1,4 @@
-"""Which modules FSDP2 gathers together, what it keeps and how far it fetches ahead, under a limit of memory.
+"""Search for the modules that FSDP2 gathers together, keeps and prefetches under a limit of memory.
 
 Groups are runs of units in the order of forward; what is in no unit, or tied to another one, is the root's. Up to
 `EXACT_UNITS` units every wrapping of the class is decided on, most of them unseen: keeping more parameters never makes
@@ -29,12 +29,12 @@ TIE = 1e-9
 
 
 class Ahead(NamedTuple):
-    """How far gathers are begun ahead of their groups, alike for all."""
+    """Prefetch depths, the same for all groups."""
 
     forward: int = 0
-    """Groups; 0: FSDP2's own rule."""
+    """Groups prefetched in forward; 0: FSDP2's own rule."""
     backward: int = 1
-    """Likewise; 1 is FSDP2's own rule."""
+    """Groups prefetched in backward; 1 is FSDP2's own rule."""
     buffers: int = 1
     """Reduce-scatters under way."""
 
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What a wrapping comes to."""
+    """Step time and peak memory of a wrapping."""
 
     iteration_us: float
     peak_bytes: int
@@ -129,7 +129,7 @@ class Wrappings:
         return host_program(self.shape, plan, waits=self.executor == "hosts", unbuffered=unbuffered).peak_bytes
 
     def partitions(self) -> Iterator[tuple[int, ...]]:
-        """Every way to cut the chain of units, whole first."""
+        """Yield every way to cut the chain of units, whole first."""
         count = len(self.units)
         for cuts in product((False, True), repeat=max(0, count - 1)):
             yield (0, *(place for place, cut in enumerate(cuts, start=1) if cut)) if count else ()
@@ -212,7 +212,7 @@ def _enumerated(wrappings: Wrappings, limit: float) -> Choice | None:
 
 
 def _worse(bound: Point, best: Point) -> bool:
-    """Whether what takes at least so long cannot be better, not even by its memory."""
+    """Return whether wrappings bounded by `bound` cannot be better than `best`, not even by memory."""
     return bound.iteration_us > best.iteration_us + TIE * max(1.0, best.iteration_us)
 
 
@@ -244,7 +244,7 @@ def _keeping(wrappings: Wrappings, choice: Choice, limit: float, best: Choice | 
 
 
 def _searched(wrappings: Wrappings, limit: float) -> Choice | None:
-    """From runs of equal length, move borders while that helps; of kept groups the last ones are tried first."""
+    """Move borders, from runs of equal length, while that helps; of kept groups the last ones are tried first."""
     count = len(wrappings.units)
     smallest = min(_small_partitions(wrappings), key=lambda one: wrappings.freed(one).peak_bytes)
     starts = {smallest, *(tuple(range(0, count, length)) for length in range(1, count + 1))}
@@ -402,7 +402,7 @@ def _scatter(costs: Costs, size_bytes: float) -> float:
 
 
 def _cheapest(cost: Callable[[float], float], sizes: Sequence[int]) -> float:
-    """Of a group that begins with the first unit, whichever is its last."""
+    """Return the least cost of a group that begins with the first unit."""
     return min(cost(sum(sizes[:last])) for last in range(1, len(sizes) + 1))
 
 

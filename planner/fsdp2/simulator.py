@@ -1,4 +1,4 @@
-"""When the messages and computations of FSDP2's step begin and end: on accelerators with streams, or on hosts.
+"""Simulator of FSDP2's step: starts and ends of messages and computations, on accelerators or on hosts.
 
 Computation, and each communicator, work through what they were given in order. On an accelerator the host runs ahead:
 a message waits for streams alone, as FSDP2 makes them wait. On a host that waits for messages itself they begin where
@@ -37,22 +37,22 @@ Cost = Callable[[float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What messages cost, over a group's whole bytes, and how they and computation slow each other down."""
+    """Costs of messages over a group's whole bytes, and factors by which they and computation slow each other down."""
 
     gather_us: Cost
     scatter_us: Cost
     reduce_us: Cost | None = None
-    """Between copies, over a rank's part (HSDP)."""
+    """Cost of the all-reduce between copies, over a rank's part (HSDP)."""
     gather_inside_us: Cost | None = None
-    """Among fewer ranks, those of a node."""
+    """Cost of a gather among the ranks of a node."""
     compute_factor: float = 1.0
-    """How many times longer computation takes beside a message …"""
+    """Slow-down of computation during a message."""
     network_factor: float = 1.0
-    """… and a message beside computation."""
+    """Slow-down of a message during computation."""
     update_us: float = 0.0
-    """Of a rank's own part of the weights."""
+    """Time of the update of a rank's own part of the weights."""
     host_us: float = 0.0
-    """What a host that waits for messages itself does before each: hooks, and copies to and from where messages lie."""
+    """Time of a host that waits for messages itself before each: hooks, and copies into and out of buffers."""
 
     @property
     def contended(self) -> bool:
@@ -78,9 +78,9 @@ class Step:
 
     iteration_us: float
     compute_us: float
-    """Of forward and backward alone."""
+    """Time of forward and backward alone."""
     network_us: float
-    """Of messages alone, on the busiest communicator."""
+    """Time of messages alone, on the busiest communicator."""
     peak_bytes: int
     bars: tuple[Bar, ...]
     groups: tuple[str, ...]
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def exposed_us(self) -> float:
-        """What messages add to computation and update."""
+        """Time that messages add to computation and update."""
         return max(0.0, self.iteration_us - self.compute_us - self.update_us)
 
 
@@ -119,14 +119,14 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
     ops = _Ops()
     factors = (costs.compute_factor, costs.network_factor)
     gate = copied = last = NOTHING
-    """What gathers wait for; the last copy-out in forward; the last op of computation."""
+    """The op that gathers wait for; the last copy-out in forward; the last op of computation."""
     gathered: dict[int, int] = {}
     scattered: dict[int, int] = {}
     left = len(shape.leaves)
     """Forwards that are still to come: then the buffer that forward has kept is free."""
 
     def begun() -> int:
-        """When the host has done what comes before a message."""
+        """Return the op after which the host begins a message."""
         return ops.add(HOST, WAIT, costs.host_us, last) if costs.host_us else last
 
     for kind, group, leaf, size_bytes, among in program.actions:

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from planner.integrations import check_version
 from planner.integrations.attaching import (
     Options,
     attach_arguments,
+    check_version,
     detach,
     model_state,
     session_of,
@@ -32,7 +32,7 @@ from runtime.plan import Accuracy, Plan
 check_version("accelerate", accelerate.__version__, "1.15")
 
 WITH_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""What Accelerator wraps in DistributedDataParallel."""
+"""Settings in which Accelerator wraps models in DistributedDataParallel."""
 
 
 class PlannerAccelerator(Accelerator):  # type: ignore[misc]
@@ -75,7 +75,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def sessions(self) -> list[PlannedSession]:
-        """The session of each model, in the order of `prepare`, since `free_memory`; `end_training` detaches them."""
+        """Return the sessions of models in the order of `prepare` since `free_memory`; `end_training` detaches them."""
         found: list[PlannedSession] = self.__dict__.setdefault("_sessions", [])
         return found
 
@@ -134,7 +134,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """See `Accelerator.trigger_sync_in_backward`."""
+        """Exchange gradients in the next backward; see `Accelerator.trigger_sync_in_backward`."""
         session = session_of(model)
         return nullcontext() if session is None else session.sync_in_backward()
 

@@ -1,8 +1,9 @@
-"""How every framework attaches a model: what scripts tell DDP through it becomes arguments of `planner.attach`."""
+"""Attaching for all frameworks: what scripts pass to DDP through them becomes arguments of `planner.attach`."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,8 +16,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.online.attach import PlannedSession, attach
-from runtime.errors import InputError
+from runtime.errors import EnvironmentFailure, InputError
 from runtime.plan import Accuracy, Plan
+
+
+def check_version(package: str, found: str, needed: str) -> None:
+    """Raise EnvironmentFailure where a framework is older than what this was made for."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+
+    if numbers(found) < numbers(needed):
+        raise EnvironmentFailure(
+            f"{package}: found version {found}, expected {needed} or newer: pip install '{package}>={needed}'"
+        )
+
 
 COUNTERPARTS: Mapping[str, str] = {
     "broadcast_buffers": "broadcast_buffers", "init_sync": "sync", "process_group": "process_group"
@@ -74,7 +88,7 @@ def attach_arguments(given: Mapping[str, object], where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """What a framework's class takes for `planner.attach`, whose arguments these are."""
+    """Arguments of `planner.attach` that a framework's class takes."""
 
     plan: Plan | str | Path | None = None
     accuracy: Accuracy | None = None
@@ -125,7 +139,7 @@ def session_of(model: nn.Module) -> PlannedSession | None:
 
 @contextmanager
 def whole_states(sessions: Iterable[PlannedSession]) -> Iterator[None]:
-    """Inside, `state_dict()` of models and optimizers are what a checkpoint needs; all ranks call this."""
+    """Make `state_dict()` of models and optimizers what a checkpoint needs; all ranks call this."""
     with ExitStack() as stack:
         for session in sessions:
             if session.is_attached:

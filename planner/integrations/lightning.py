@@ -13,8 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from planner.integrations import check_version
-from planner.integrations.attaching import REFUSED, Options, attach_arguments, detach, model_state
+from planner.integrations.attaching import REFUSED, Options, attach_arguments, check_version, detach, model_state
 from planner.online.attach import PlannedSession
 from runtime.plan import Accuracy, Plan
 
@@ -41,7 +40,7 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         told = {name: value for name, value in keywords.items() if name not in own}
         self._arguments = attach_arguments(told, type(self).__name__)
         self.session: PlannedSession | None = None
-        """That of the last `fit`, which is detached at its end."""
+        """Session of the last `fit`, which is detached at its end."""
 
     def configure_ddp(self) -> None:
         """Leave the model plain."""
@@ -70,7 +69,7 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         return nullcontext() if self.session is None else self.session.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """See `Strategy.lightning_module_state_dict`."""
+        """Return the module's state; see `Strategy.lightning_module_state_dict`."""
         return model_state(self.session, super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import transformers
 from torch import nn
 from transformers import Trainer
 
-from planner.integrations import check_version
 from planner.integrations.accelerate import PlannerAccelerator
-from planner.integrations.attaching import Options, whole_states
+from planner.integrations.attaching import Options, check_version, whole_states
 from runtime.plan import Accuracy, Plan
 
 check_version("transformers", transformers.__version__, "5.0")

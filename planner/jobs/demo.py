@@ -13,7 +13,7 @@ from planner.documents.profile import Profile
 from planner.jobs.demo_job import steps_per_epoch, test_accuracy
 from planner.jobs.on_rank import profile_rank
 from planner.jobs.training import Trainer, build, this_rank
-from planner.profile.progress import Progress
+from planner.profile.bench import Progress
 from runtime.plan import Plan
 
 JOB = "planner.jobs.demo_job:job"

@@ -1,10 +1,10 @@
-"""Runs a function on N local ranks: starts the processes, forms the process group, brings results and errors back.
+"""Runs a function on N local ranks: starts the processes, forms the process group, returns results and errors.
 
-How ranks end. A rank may compute for as long as it likes, so this parent never judges how long one takes. It ends a
-rank in three cases: another rank has failed (the others get `GRACE_S` to say what they saw); the rank has been stopped
-(SIGSTOP) for the whole deadline; another rank is done, and this one has not followed within the deadline. A rank that
-hangs without being stopped is found by the ranks that wait for it, since every wait of theirs has a deadline. When this
-parent ends, however it ends, its ranks are killed. What ranks leave lies in files without a name: nothing stays behind.
+How ranks end. A rank may compute for any time, so this parent never limits that. It ends a rank in three cases: another
+rank has failed (the others get `GRACE_S` to report what they saw); the rank has been stopped (SIGSTOP) for the whole
+deadline; another rank is done, and this one has not followed within the deadline. A rank that hangs without being
+stopped is found by the ranks that wait for it, since every wait of theirs has a deadline. When this parent ends in any
+way, its ranks are killed. Results are in files without a name: nothing stays behind.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import DupFd
@@ -43,13 +44,13 @@ T = TypeVar("T")
 START_TIMEOUT_S = 120.0
 """Least deadline for all ranks to import torch and find each other; also for the last rank to end after the first."""
 GRACE_S = 10.0
-"""How long the others may go on once a rank has failed: they notice by themselves and say in which collective."""
+"""Seconds for which the others may continue once a rank has failed: they notice, and report in which collective."""
 POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWorld:
-    """How local ranks are started."""
+    """The options of a launch of local ranks."""
 
     ranks: int
     backend: str = "gloo"
@@ -59,7 +60,7 @@ class LocalWorld:
     emulation: Emulation | None = None
     """The emulated cluster to run on, of as many ranks."""
     joins: bool = True
-    """Whether ranks are put into a process group; else what they run does that, as under torchrun."""
+    """Whether ranks are put into a process group; otherwise the function does that, as under torchrun."""
 
     @property
     def start_timeout_s(self) -> float:
@@ -69,14 +70,14 @@ class LocalWorld:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a rank leaves that has done its work."""
+    """The result of a rank that has done its work."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank leaves that raised."""
+    """The error of a rank that raised."""
 
     rank: int
     time: float
@@ -121,14 +122,14 @@ class _Rank:
     process: SpawnProcess
     file: _ResultFile
     result: _Result | _Failure | None = None
-    """What it left; known when all ranks have ended."""
+    """The rank's result or error; known when all ranks have ended."""
     stopped_since: float | None = None
     ended_because: str = ""
-    """Why this parent ended it; empty where it did not."""
+    """Reason why this parent ended it; empty if it did not."""
 
     @property
     def fate(self) -> str:
-        """How a rank ended that left no result."""
+        """Describe the end of a rank without a result."""
         code = self.process.exitcode
         if self.ended_because:
             return f"rank {self.number} {self.ended_because}"
@@ -154,7 +155,13 @@ class _Rank:
 def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) -> list[T]:
     """Call `function(*arguments)` on every local rank, inside an initialized process group.
 
-    The function is importable by name and its results, returned in order of rank, can be pickled.
+    Args:
+        world: the launch.
+        function: importable by name; its results can be pickled.
+        *arguments: of the function.
+
+    Returns:
+        The results in order of rank.
 
     Raises:
         PlannerError: the first error that a rank raised on purpose, as it was raised.
@@ -174,7 +181,8 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             with on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
                     file = _ResultFile()
-                    given = (number, world, place_of(number), store.port, file, function, arguments)
+                    join = partial(_join, number, world, place_of(number), store.port)
+                    given = (number, join, file, partial(function, *arguments))
                     process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=given)
                     process.start()
                     ranks.append(_Rank(number, process, file))
@@ -192,8 +200,8 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
 
 
 def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:
-    """Return when every rank has ended; end those that need not be waited for (see the top of this file)."""
-    stop_limit_s = (world.timeout_s or MIN_TIMEOUT_S) + GRACE_S  # who waits for it notices first, and says where
+    """Block until every rank has ended; end those that need not be waited for (see the top of this file)."""
+    stop_limit_s = (world.timeout_s or MIN_TIMEOUT_S) + GRACE_S  # ranks that wait for it notice first, and report
     rest_s = world.timeout_s or START_TIMEOUT_S
     over_at, why = float("inf"), ""
     while running := [rank for rank in ranks if rank.process.exitcode is None]:
@@ -230,16 +238,13 @@ def _cause(ranks: Sequence[_Rank]) -> PlannerError:
     return failure
 
 
-def _rank_main(
-    rank: int, world: LocalWorld, place: Place, port: int, file: _ResultFile,
-    function: Callable[..., Any], arguments: tuple[Any, ...],
-) -> None:  # fmt: skip
-    os.setsid()  # Ctrl-C goes to the parent, which ends us, and what we started with us
+def _rank_main(rank: int, join: Callable[[], None], file: _ResultFile, function: Callable[[], Any]) -> None:
+    os.setsid()  # Ctrl-C goes to the parent, which ends this rank and its processes
     end_with_parent()
     os.dup2(2, 1)  # what a job prints is not the command's result
     try:
-        _join(rank, world, place, port)
-        file.write(_Result(function(*arguments)))
+        join()
+        file.write(_Result(function()))
         if dist.is_initialized():
             dist.destroy_process_group()
         end(0)
@@ -251,8 +256,10 @@ def _rank_main(
 
 
 def end(code: int) -> NoReturn:
-    """Leave at once: threads in a broken collective must not hold the process up, and torch's sometimes abort it when
-    the interpreter takes them down in order. What was registered to run at exit does run after a success.
+    """End this process at once; exit handlers run only after a success.
+
+    Threads in a broken collective would keep the process, and torch's sometimes abort it when the interpreter takes
+    them down in order.
     """
     if code == 0:
         atexit._run_exitfuncs()
@@ -280,11 +287,11 @@ def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     timeout = timedelta(seconds=world.start_timeout_s)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    place.enter()  # after it has been connected: ranks find each other over the machine's loopback, wherever they are
+    place.enter()  # after it has been connected: ranks find each other over the machine's own loopback
     dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.ranks, timeout=timeout)
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return an even share of the cores of this machine."""
+    """Return an even share of the cores of this machine for each of `local_ranks` ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_ranks)

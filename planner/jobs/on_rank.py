@@ -1,26 +1,45 @@
-"""What every rank does for `planner profile` and `planner run`: build the job, measure it or train it."""
+"""A rank of `planner profile` and `planner run`: it builds the job, and measures it or trains it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Profile
-from planner.jobs.local_training import measure_updaters, train_rank_locally
-from planner.jobs.training import KEPT_BATCHES, BuiltJob, RankRun, Trainer, build, error_context, this_rank
-from planner.profile.links import measure_links
+from planner.jobs.training import (
+    KEPT_BATCHES,
+    BuiltJob,
+    RankRun,
+    Trainer,
+    build,
+    error_context,
+    this_rank,
+    weights_sha256,
+)
+from planner.profile.bench import Bench, Progress
+from planner.profile.compute import Step, Training
+from planner.profile.links import Limits, measure_links
 from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
-from planner.profile.progress import Progress
 from planner.profile.request import LOGGER, Request, heard
-from planner.profile.step import deadline_s, joined, measure
+from planner.profile.step import TIMEOUT_S, deadline_s, joined, measure
 from planner.profile.units import measure_units
+from planner.profile.updaters import expected_s, measure_local_async
+from planner.testbed.hosts import emulation_here
+from runtime.checks.plan import trainable_parameters
+from runtime.errors import EnvironmentFailure
+from runtime.local_async import LocalJob, run_local_async
+from runtime.local_async.job import samples_of
 from runtime.monitor.preserve import preserved
 from runtime.plan import Plan
 
 LIBRARY_S = 8.0
 """Seconds for the curve of each of the two collectives that FSDP2 calls."""
+REPEATED_STEPS = 200
+"""Number of steps by which a rank may be ahead of another one while both measure local updaters."""
 
 
 def profile_rank(
@@ -31,10 +50,18 @@ def profile_rank(
     updaters: int = 0,
     request: Request | None = None,
 ) -> Profile:
-    """Profile a job by its name on this rank, with up to so many local updaters; every rank gets the same profile.
+    """Profile a job on this rank; every rank gets the same profile.
 
-    `timeout_s` is that of `profile_step`. Raises InputError where modules are asked for, and none computes once in
-    a step.
+    Args:
+        spec: the job's name.
+        device: `cpu` or `cuda`.
+        show_progress: whether the first rank shows bars.
+        timeout_s: deadline of every wait, as of `profile_step`.
+        updaters: largest number of local updaters that is measured.
+        request: what is measured; default: exact plans.
+
+    Raises:
+        InputError: the job is wrong, or modules are asked for, and none computes once in a step.
     """
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
@@ -49,10 +76,8 @@ def profile_rank(
 
     progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
     with error_context(spec), heard():
-        found = measure(
-            built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
-            timeout_s=timeout_s,
-        )  # fmt: skip
+        training = Training(built.model, step, built.optimizer)
+        found = measure(training, request or Request(), name=name, progress=progress, timeout_s=timeout_s)
         if built.job.dataset is not None and found.loading is None:
             if this_rank() == 0:
                 LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
@@ -66,11 +91,8 @@ def profile_rank(
         return found
 
 
-def _with_units(
-    built: BuiltJob, step: Callable[[Callable[[], None]], None], found: Profile, progress: Progress,
-    timeout_s: float | None,
-) -> Profile:  # fmt: skip
-    """Return the profile with what FSDP2 could gather together, and with its messages; every rank gets the same.
+def _with_units(built: BuiltJob, step: Step, found: Profile, progress: Progress, timeout_s: float | None) -> Profile:
+    """Return the profile with the modules that FSDP2 could gather together, and its messages, the same on all ranks.
 
     The plain model has to fit on one rank.
     """
@@ -86,13 +108,14 @@ def _with_units(
         if this_rank() == 0:
             LOGGER.info("profile: modules that FSDP2 could gather together, and its messages: some seconds")
         with preserved(built.model):
-            units = measure_units(built.model, from_zero, None, world, update_us=compute.update_us)
+            units = replace(measure_units(built.model, from_zero, world), update_us=compute.update_us)
         state_bytes = None if compute.optimizer is None else compute.optimizer.state_bytes
         if state_bytes is not None and compute.size_bytes:
             units = replace(units, state_factor=round(state_bytes / compute.size_bytes, 3))
         if cluster is not None and world.ranks > 1:
             names = (LIBRARY_GATHER, LIBRARY_SCATTER)
-            times = measure_links(world, built.device, compute.size_bytes, progress, names, LIBRARY_S)
+            bench = Bench(world, built.device, progress)
+            times = measure_links(bench, compute.size_bytes, names, Limits(LIBRARY_S))
             cluster = replace(
                 cluster, samples={**(cluster.samples or {}), **times.samples},
                 notes=(*(cluster.notes or ()), *times.cut) or None,
@@ -101,10 +124,41 @@ def _with_units(
         return agreed
 
 
+def local_job(spec: str, device: str) -> LocalJob:
+    """Return a job by its name, for a rank and for each of its updaters. Raises InputError as `build`."""
+    built = build(spec, device)
+    return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=built.job.optimizer)
+
+
+def measure_updaters(
+    built: BuiltJob, batch: Any, profile: Profile, most: int, progress: Progress, timeout_s: float | None = None
+) -> Profile:
+    """Return the profile with its section on local updaters, up to `most` of each rank; every rank calls it.
+
+    Raises:
+        InputError: the model's tensors cannot be shared.
+    """
+    step_us = profile.compute.forward_us + profile.compute.backward_us
+    if this_rank() == 0:
+        LOGGER.info("profile: up to %d local updaters of each rank: about %.0f s", most, expected_s(step_us, most))
+    longest_s = max(TIMEOUT_S if timeout_s is None else timeout_s, REPEATED_STEPS * step_us / 1e6)
+    with joined(None, longest_s) as world, preserved(built.model):
+        section = measure_local_async(
+            partial(local_job, built.spec, built.device.type),
+            lambda: built.loss(built.model, batch),
+            trainable_parameters(built.model),
+            profile.compute,
+            Bench(world, built.device, progress),
+            most,
+        )
+    samples = samples_of(batch) or None
+    return replace(profile, local_async=section, world=replace(profile.world, batch_per_rank=samples))
+
+
 def train_rank(
     spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
 ) -> RankRun:
-    """Train a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    """Train a job for some steps on this rank; plain DDP without a plan. `timeout_s` is that of `Trainer`."""
     if plan is not None and plan.local_async is not None:
         return train_rank_locally(spec, plan, steps, device, timeout_s)
     built = build(spec, device)
@@ -112,3 +166,20 @@ def train_rank(
     for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
         trainer.step(built.batch(step))
     return trainer.close()
+
+
+def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s: float | None = None) -> RankRun:
+    """Train a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
+    run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
+    if not run.losses:
+        raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")
+    # Time of a minibatch of the rank at each update, over the last ones, as many as there are updaters: updates of
+    # several updaters come in no even order, and over so many each has done about one.
+    ends_s, count = run.ends_s, len(run.report.updaters)
+    first_s = ends_s[-1] - run.report.seconds
+    begins_s = [*[first_s] * count, *ends_s]
+    step_us = [(end_s - begins_s[i]) / min(count, i + 1) * 1e6 for i, end_s in enumerate(ends_s)]
+    return RankRun(
+        step_us=tuple(step_us), losses=run.losses, weights_sha256=weights_sha256(run.model), report=str(run.report),
+        emulation=emulation_here(),
+    )  # fmt: skip

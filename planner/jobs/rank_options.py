@@ -61,10 +61,10 @@ class RankOptions:
 
     @property
     def emulation(self) -> Emulation | None:
-        """What `emulate` says."""
+        """Return the emulated cluster that `emulate` describes."""
         return None if self.emulate is None else parse_emulation(self.emulate)
 
     @property
     def local_ranks(self) -> int:
-        """How many ranks to start where no launcher has."""
+        """Return the number of ranks to start if no launcher has."""
         return self.emulation.ranks if self.emulation else 2 if self.ranks is None else self.ranks

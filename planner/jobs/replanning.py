@@ -1,11 +1,11 @@
-"""`planner.replan`: a new plan while a run continues, from what its own steps and links are like now.
+"""`planner.replan`: a new plan while a run continues, from its own steps and links as they are now.
 
-- Forward, update and readiness: from the last steps on all ranks, as `planner profile` combines them. Messages beside
-  them slowed them; where the old profile says by how much, that is taken off again.
-- The all-reduce is timed anew while training pauses. Rescaling the old curve by how long buckets took would mix up
-  start-up time and bandwidth, and with one bucket nothing could tell them apart.
-- How compute and network slow each other down, and what selecting costs, are the old profile's, where it is given:
-  both are about the machines, and measuring them takes steps of its own.
+- Forward, update and readiness: from the last steps on all ranks, as `planner profile` combines them. Messages during
+  them slowed them; if the old profile has the factor, that is subtracted again.
+- The all-reduce is timed anew while training pauses. Rescaling the old curve by the times of buckets would mix up
+  start-up time and bandwidth, and with one bucket nothing could separate them.
+- Contention and the costs of selecting are the old profile's, if it is given: both are about the machines, and
+  measuring them takes steps of its own.
 
 Class and interface of plans stay what they are: an exact plan is followed by an exact one, a drop-in one by one that is
 drop-in. With a lossy plan, readiness as measured holds some of the time that selecting took, so that the new plan's
@@ -36,10 +36,10 @@ from planner.documents.profile import (
     Sample,
     load_profile,
 )
-from planner.profile.compute import RankTimes, combine, matrix_of, rank_times
-from planner.profile.links import fit, measure_queued
-from planner.profile.progress import Progress
-from planner.profile.step import refuse_alike
+from planner.profile.bench import Bench, fit
+from planner.profile.compute import RankTimes, busy_times_us, combine, matrix_of, rank_times
+from planner.profile.links import Limits, measure_queued
+from planner.profile.step import decided_by_first, refuse_alike
 from runtime.checks.plan import dtype_name
 from runtime.errors import InputError
 from runtime.monitor.drift import bucket_times, complete, measured_times, predicted_times
@@ -50,33 +50,33 @@ if TYPE_CHECKING:
     from runtime.session.session import Session
 
 MIN_STEPS, LAST_STEPS = 5, 20
-"""Steps of the present plan that are needed, and that are used: the last ones, for the run has changed."""
+"""Number of steps of the present plan that are needed, and of the last ones that are used, as the run has changed."""
 
 LARGEST_BYTES = 16 * 1024 * 1024
 """Largest message that is timed; beyond it the curve continues as a line."""
 
-BUDGET_S, LONGEST_S = 1.0, 4.0
-"""What timing the links may take, once they have been timed often enough, and in any case."""
+LIMITS = Limits(longest_s=4.0, budget_s=1.0)
+"""Bounds of timing the links."""
 
 STRAGGLER_SHARE, MOST_STEPS = 0.05, 2 / 3
-"""A rank is a straggler when the others wait for it longer than this share of a step, in this share of the steps."""
+"""Share of a step, and of the steps, for which the others wait for a rank that is called a straggler."""
 
 KEPT = (
     "contention", "sparsify", "unpack", "encode", "decode", "low_rank", "push_pack", "local_update", "pull_take",
     "measured_for",
 )  # fmt: skip
-"""Fields of the old profile's cluster, which are about its machines."""
+"""Fields of the old profile's cluster that stay: they are about its machines."""
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank reports of its last steps."""
+    """The last steps of one rank."""
 
     problem: str | None
     step: int = 0
     times: RankTimes | None = None
     first_us: tuple[float, ...] = ()
-    """By step, how long the first bucket was on the link: longer on ranks that came early."""
+    """Time of the first bucket on the link, by step: longer on ranks that came early."""
     step_us: float = 0.0
     compute_ratio: float | None = None
     """Forward and backward, measured over predicted."""
@@ -98,17 +98,16 @@ def replan(
 
     Args:
         session: attached, with some steps of the present plan done.
-        profile: the profile that the plan was made from, or its path: says how compute and network slow each other
-            down, what selecting elements costs, and on CUDA, where only buckets are timed in training, how readiness is
-            spread within them.
+        profile: the profile that the plan was made from, or its path: for contention, the costs of selecting elements,
+            and on CUDA, where only buckets are timed in training, readiness within them.
         passes: the pipeline, as for `optimize`.
-        allow: interfaces that the new plan may have beside drop-in, as for `optimize`; default: those of the present
-            plan, so that a drop-in run stays one.
+        allow: interfaces that the new plan may have in addition to drop-in, as for `optimize`; default: those of the
+            present plan, so that a drop-in run stays one.
         switch: switch to the plan, with `session.switch`.
         at_step: the first step with it; default: the next one.
 
     Returns:
-        The plan, the same on every rank; its notes say what has changed. With one rank the plan that there is.
+        The plan, the same on every rank, with notes on what has changed. With one rank the present plan.
 
     Raises:
         InputError: on all ranks alike: too few steps, a profile of another model, ranks at different steps, a delay.
@@ -131,12 +130,11 @@ def replan(
             f"planner.replan: ranks have done different numbers of steps ({', '.join(map(str, steps[:8]))}); expected "
             f"one: call it between the same two steps on every rank"
         )
-    device = next(iter(session.parameters.values())).device
     size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session.parameters.values()))
     with session.world.error_context("timing the all-reduce"):
-        curves = measure_queued("all_reduce", session.world, device, size_bytes, Progress(), LONGEST_S, BUDGET_S)
-    decided: tuple[Plan | None, str | None] = (None, None)
-    if session.world.rank == 0:
+        curves = measure_queued(Bench(session.world, session.device), "all_reduce", size_bytes, LIMITS)
+
+    def decide() -> Plan:
         try:
             measured = profile_of_run(session, old, [one.times for one in everyone if one.times is not None], curves)
             # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
@@ -144,13 +142,12 @@ def replan(
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
             allowed = plan_of_run.interfaces if allow is None else allow
             found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
-            decided = replace(found, notes=(*found.notes, *_findings(session, everyone))), None
+            return replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
-            decided = None, str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    decided = session.world.gather(decided, "waiting for rank 0's plan")[0]
-    plan, problem = decided
-    if plan is None:
-        raise InputError(f"planner.replan: {problem}")
+            problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            raise InputError(f"planner.replan: {problem}") from error
+
+    plan = decided_by_first(session.world, decide, "waiting for rank 0's plan")
     if switch:
         session.switch(plan, at_step)
     return plan
@@ -178,12 +175,7 @@ def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tup
     contention = old.cluster.contention if old is not None and old.cluster is not None else None
     times = rank_times(steps, session.plan.gradients, clock)
     if contention is not None and contention.compute > 1.0:
-        sent = [[(m.start, m.end) for m in step.sent if m.start is not None and m.end is not None] for step in steps]
-        busy_us = [
-            [(clock.between_us(step.forward, start), clock.between_us(step.forward, end)) for start, end in of]
-            for step, of in zip(steps, sent, strict=True)
-        ]
-        times = without_contention(times, busy_us, contention)
+        times = without_contention(times, busy_times_us(steps, clock), contention)
     if not times.ready_us and old is None:
         return None, RankSteps("on this device only buckets are timed in training; expected the plan's profile too: "
                                "call planner.replan(session, profile)")  # fmt: skip
@@ -206,9 +198,12 @@ def _ratio(measured: float, predicted: float) -> float | None:
 def without_contention(
     times: RankTimes, busy_us: Sequence[Sequence[tuple[float, float]]], contention: Contention
 ) -> RankTimes:
-    """Return times of some steps of one rank as they were if messages did not slow computation down.
+    """Return times of some steps of one rank as if messages did not slow computation down.
 
-    `busy_us` says, by step, when messages were on the link.
+    Args:
+        times: of the steps.
+        busy_us: begin and end of each message on the link, by step.
+        contention: the factors.
     """
     lost = 1.0 - 1.0 / contention.compute
 
@@ -232,12 +227,19 @@ def profile_of_run(
     ranks: Sequence[RankTimes],
     curves: tuple[tuple[Sample, ...], tuple[Sample, ...]],
 ) -> Profile:
-    """Return what `planner profile` would say now, from all ranks' times and the all-reduce alone and in a queue."""
+    """Return the profile of the run as it is now.
+
+    Args:
+        session: attached.
+        old: the profile that the plan was made from.
+        ranks: all ranks' times.
+        curves: of the all-reduce, alone and in a queue.
+    """
     world, plan = session.world, session.plan
     nodes = plan.world.nodes if plan.world.nodes is not None and world.ranks % plan.world.nodes == 0 else world.ranks
     before = old.cluster if old is not None else None
     alone, queued = curves
-    # What a reduce-scatter and an all-gather took when the ranks were profiled: a shared step asks for it.
+    # Reduce-scatter and all-gather as they were profiled: the sharded step needs them.
     known = before.samples if before is not None and before.samples and before.ranks == world.ranks else {}
     halves = {name: curve for name, curve in known.items() if name in ("reduce_scatter", "all_gather")}
     cluster = Cluster(
@@ -258,7 +260,7 @@ def profile_of_run(
 
 
 def _update_us(session: Session, old: Profile | None, measured_us: float) -> float:
-    """Return what the whole update takes: of a shared step each rank has timed its part, and the gathers of weights."""
+    """Return the time of the whole update: of a sharded step each rank has timed its part, and gathers of weights."""
     if not session.plan.sharded:
         return measured_us
     if old is not None:
@@ -268,12 +270,12 @@ def _update_us(session: Session, old: Profile | None, measured_us: float) -> flo
 
 
 def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) -> ComputeProfile:
-    """From the marks of every gradient, or the old profile stretched to the times of forward, backward and update."""
+    """Return the step by the marks of every gradient, or the old one stretched to forward, backward and update."""
     if any(rank.ready_us for rank in ranks):
         planned = {name: session.parameters[name] for name in session.plan.gradients}
         seen = combine(ranks, planned)
         names = {gradient.name for gradient in seen.gradients}
-        # What no step of late has used closes the last bucket, so that nothing waits for it.
+        # Parameters that the last steps have not used close the last bucket, so that nothing waits for them.
         unseen = tuple(
             Gradient(
                 name=name,
@@ -304,7 +306,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
 
 
 def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
-    """Return what has changed, in words, for the plan's notes."""
+    """Return the changes, in words, for the plan's notes."""
     notes = [f"planned again after {session.step} steps of a run"]
     compute = [(one.compute_ratio, rank) for rank, one in enumerate(everyone) if one.compute_ratio is not None]
     if compute:
@@ -312,7 +314,7 @@ def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
         notes.append(f"forward and backward took {ratio:.2f} times as long as predicted, on rank {rank} the longest")
     network = [one.network_ratio for one in everyone if one.network_ratio is not None]
     if network:
-        # The straggler waits for nobody.
+        # The straggler waits for no other rank.
         notes.append(f"messages took {min(network):.2f} times as long as predicted, waiting for stragglers left out")
     straggler = find_straggler([one.first_us for one in everyone], statistics.median(one.step_us for one in everyone))
     if straggler is not None:
@@ -325,9 +327,11 @@ def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
 
 
 def find_straggler(first_us: Sequence[Sequence[float]], step_us: float) -> tuple[int, float] | None:
-    """Return (the rank that others wait for, how long the first of them waits), or None where there is no such rank.
+    """Return (the rank that others wait for, the microseconds that the first of them waits), or None without one.
 
-    By rank and step `first_us` is how long the first message took, which is the shortest on the straggler.
+    Args:
+        first_us: time of the first message by rank and step, which is the shortest on the straggler.
+        step_us: time of a step.
     """
     count = min(map(len, first_us))
     if not count:

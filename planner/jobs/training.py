@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 import runtime
+from planner.frontend.call import map_leaves
 from planner.jobs.job import TrainingJob, described, load_job
-from planner.profile.links import synchronize
+from planner.profile.bench import synchronize
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s
 from planner.testbed.hosts import Emulation, emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
@@ -31,7 +31,7 @@ from runtime.plan import Plan
 
 SEED = 0
 KEPT_BATCHES = 4
-"""Batches that are made before a step is timed, and then used in turn."""
+"""Number of batches that are made before a step is timed, and then used in turn."""
 
 
 def this_rank() -> int:
@@ -40,23 +40,10 @@ def this_rank() -> int:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch on the device: tensors inside dicts, lists, tuples and dataclasses are moved, the rest is kept."""
+    """Return a batch on the device: what has a method `to` is moved, in dicts, lists, tuples and dataclasses, too."""
     if device.type == "cpu":
         return value  # jobs make their batches there
-    if hasattr(value, "to") and callable(value.to):
-        return value.to(device)
-    if isinstance(value, MutableMapping):
-        moved = copy.copy(value)
-        for key, item in value.items():
-            moved[key] = to_device(item, device)
-        return moved
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value) if f.init})
-    return value
+    return map_leaves(value, lambda leaf: callable(getattr(leaf, "to", None)), lambda leaf: leaf.to(device))
 
 
 @dataclass
@@ -91,17 +78,36 @@ class BuiltJob:
         return loss
 
     def backward(self, loss: Tensor, *, in_ddp: bool = False) -> None:
-        """Run `loss.backward()`."""
+        """Run `loss.backward()`; `in_ddp`: it also waits for the messages of DDP."""
         ddp = ", all_reduce of a bucket of DDP" if in_ddp else ""
         with attribute_user_errors(f"{self.spec}: loss.backward(){ddp}"):
             loss.backward()
+
+    def train(
+        self, batch: Any, forward: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> Tensor:
+        """Make one training step and return its loss.
+
+        Args:
+            batch: on the device.
+            forward: DDP around the model; default: the model.
+            optimizer: of the model's parameters; default: its own.
+        """
+        forward, optimizer = self.model if forward is None else forward, optimizer or self.optimizer
+        optimizer.zero_grad()
+        loss = self.loss(forward, batch)
+        self.backward(loss, in_ddp=isinstance(forward, DistributedDataParallel))
+        with attribute_user_errors(f"{self.spec}: optimizer.step()"):
+            optimizer.step()
+        return loss.detach()
 
 
 @contextmanager
 def attribute_user_errors(where: str) -> Iterator[None]:
     """Turn what a user's function raises into an InputError that names it.
 
-    A backend's error is no fault of the function: another rank is gone, which is a CommunicationError. Ours pass.
+    A backend's error is no fault of the function: another rank is gone, which is a CommunicationError. planner's own
+    errors pass.
     """
     try:
         yield
@@ -115,7 +121,7 @@ def attribute_user_errors(where: str) -> Iterator[None]:
 
 @contextmanager
 def error_context(spec: str) -> Iterator[None]:
-    """Put the job before the messages of wrong input that do not begin with it."""
+    """Prefix the messages of wrong input that do not begin with the job by it."""
     try:
         yield
     except InputError as error:
@@ -123,11 +129,15 @@ def error_context(spec: str) -> Iterator[None]:
 
 
 _LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting|pair closure", re.IGNORECASE)
-"""What backends say when a rank is gone."""
+"""Words of backends' errors when a rank is gone."""
 
 
 def build(spec: str, device: str) -> BuiltJob:
-    """Load a job, from the same seed on every rank. Raises InputError."""
+    """Load a job, from the same seed on every rank.
+
+    Raises:
+        InputError: the job cannot be loaded, or its model or optimizer is none that can be trained.
+    """
     torch.manual_seed(SEED)
     job = load_job(spec)
     target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -144,7 +154,7 @@ def build(spec: str, device: str) -> BuiltJob:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank saw of a run."""
+    """The times and results of a run on one rank."""
 
     step_us: tuple[float, ...]
     losses: tuple[float, ...]
@@ -155,7 +165,7 @@ class RankRun:
 
 
 def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool]:
-    """Join with a deadline that follows from a first step where none is given; say if one left parameters unused."""
+    """Return the joined ranks, by default with a deadline by a first step, and whether it left parameters unused."""
     world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
     with error_context(built.spec):
         check_same_model(world.gather(model_fingerprint(built.model), "comparing models"))
@@ -177,17 +187,23 @@ class Trainer:
     """One model that trains step by step: plain DDP without a plan, attached with one."""
 
     def __init__(self, built: BuiltJob, plan: Plan | None, timeout_s: float | None = None) -> None:
-        """`timeout_s` is the deadline of every wait for other ranks; default: 20 steps, at least 30 s."""
+        """Attach the plan, or wrap the model; every rank calls it.
+
+        Args:
+            built: the job.
+            plan: None: plain DDP.
+            timeout_s: deadline of every wait for other ranks; default: 20 steps, at least 30 s.
+        """
         self.built = built
         self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan, timeout_s=timeout_s)
         self._model: nn.Module = built.model
-        # After the model, and let go of after it: DDP gives a group that it is the last to hold back without letting
-        # other threads run, and waits for the group's thread, which may wait to be let run.
+        # Made after the model and released after it: if DDP is the last owner of a group, it takes it down without
+        # letting other threads run, and waits for the group's thread, which may wait for that.
         self._world = World()
         if self.session is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._world, unused = _join_for_ddp(built, timeout_s)
             with attribute_user_errors(f"{built.spec}: DistributedDataParallel(model)"):
-                # Told of unused parameters, since it would stop at the second step otherwise.
+                # DDP has to know of unused parameters, or it stops at the second step.
                 self._model = DistributedDataParallel(
                     built.model, process_group=self._world.group, find_unused_parameters=unused
                 )
@@ -199,14 +215,10 @@ class Trainer:
         built = self.built
         synchronize(built.device)
         start = time.perf_counter()
-        built.optimizer.zero_grad()
-        loss = built.loss(self._model, batch)
-        built.backward(loss, in_ddp=self._model is not built.model)
-        with attribute_user_errors(f"{built.spec}: optimizer.step()"):
-            built.optimizer.step()
+        loss = built.train(batch, self._model)
         synchronize(built.device)
         self.step_us.append((time.perf_counter() - start) * 1e6)
-        self.losses.append(float(loss.detach()))
+        self.losses.append(float(loss))
 
     def close(self) -> RankRun:
         """End the run; all ranks must call this. The hash is of the weights that they share, also with a delay."""
@@ -221,7 +233,7 @@ class Trainer:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return SHA-256 over the bytes of all parameters that ranks exchange, in order of name."""
+    """Return the SHA-256 of the bytes of all parameters that ranks exchange, in order of name."""
     digest, ignored = hashlib.sha256(), ignored_ids(model)
     for parameter in (one for _, one in sorted(model.named_parameters()) if id(one) not in ignored):
         raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

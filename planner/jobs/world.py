@@ -1,4 +1,4 @@
-"""Where the ranks of a command run: local processes that it starts, or the world of a launcher that started it."""
+"""The ranks of a command: local processes that it starts, or the world of a launcher that started it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, Planner
 T = TypeVar("T")
 
 _NO_WIRE = ("undefined", "fake")
-"""What torch lists beside the backends that send something."""
+"""Names in torch's list of backends that send nothing."""
 
 
 def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
@@ -49,12 +49,11 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         )
     if options.emulation is not None:
         backend = "gloo"
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.local_ranks
-    backend = choose_backend(backend, device, count)
-    count = options.local_ranks
+    here_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.local_ranks
     world = LocalWorld(
-        ranks=count, device=device, backend=backend, timeout_s=options.timeout_s, emulation=options.emulation
-    )
+        ranks=options.local_ranks, device=device, backend=choose_backend(backend, device, here_ranks),
+        timeout_s=options.timeout_s, emulation=options.emulation,
+    )  # fmt: skip
     if under_torchrun():
         _join(world, given_ranks=options.ranks)
         return _on_this_rank(world, function, arguments)
@@ -62,9 +61,10 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
 
 
 def choose_backend(backend: str | None, device: str, local_ranks: int) -> str:
-    """Return the backend for as many ranks on this machine: by default nccl where each has a GPU of its own, else gloo.
+    """Return the backend for ranks on this machine: by default nccl if each has a GPU of its own, else gloo.
 
-    Raises InputError for nccl where ranks would share a GPU, which it refuses after a while, in its own words.
+    Raises:
+        InputError: ranks would share a GPU under nccl, which refuses it after a while, in its own words.
     """
     devices = torch.cuda.device_count() if device == "cuda" else 0
     if backend == "nccl" and devices < local_ranks:
@@ -77,7 +77,7 @@ def choose_backend(backend: str | None, device: str, local_ranks: int) -> str:
 
 
 def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Call a function on local ranks that have found each other no further than torchrun's: it joins by itself.
+    """Call a function on local ranks in the state in which torchrun starts them: it joins by itself.
 
     Raises:
         InputError: a launcher has started this process; or an option is for the script to decide.
@@ -99,9 +99,10 @@ def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *argume
 
 
 def planned_ranks(ranks: int, plan: str) -> int | None:
-    """Return how many ranks to start for a plan, None under a launcher, which has started them.
+    """Return the number of ranks to start for a plan, None under a launcher, which has started them.
 
-    Raises PlanMismatch where they are more than one machine can hold.
+    Raises:
+        PlanMismatch: they are more than one machine can hold.
     """
     if under_torchrun():
         return None
@@ -114,12 +115,12 @@ def planned_ranks(ranks: int, plan: str) -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for the command: prints and writes files."""
+    """Return whether this process prints and writes files for the command."""
     return os.environ.get("RANK", "0") == "0" or not under_torchrun()
 
 
 def choose_device(device: str) -> str:
-    """Return, for `auto`, `cuda` where it works, else `cpu`. Raises InputError for a device that is not here."""
+    """Return, for `auto`, `cuda` if it works, else `cpu`. Raises InputError for a device that is not here."""
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device: found {device!r}, expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -129,7 +130,7 @@ def choose_device(device: str) -> str:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What a job prints is not the command's result."""
+    """Send what a job prints to standard error: it is not the command's result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -182,8 +183,9 @@ def _on_this_rank(options: LocalWorld, function: Callable[..., T], arguments: tu
 
 
 def _on_sigterm(_signal: int, _frame: object) -> None:
-    """A launcher ends all ranks when one has failed. This one may have noticed, too: it gets a moment to say in which
-    collective, and ends with exit code 3 in any case.
+    """End this rank with exit code 3, a moment later.
+
+    A launcher ends all ranks when one has failed. This one may have noticed, too, and reports in which collective.
     """
 
     def leave() -> None:

@@ -1,1 +1,1 @@
-"""What a schedule costs: problem, simulators, ways to train; decides nothing."""
+"""Costs of schedules: the problem, simulators, modes and codecs; decides nothing."""

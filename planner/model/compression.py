@@ -1,4 +1,4 @@
-"""How much of each gradient may be left out of a step: limits by kind of layer, and what always travels whole.
+"""Limits of compression by kind of layer, and gradients that are always sent whole.
 
 A gradient is protected where its limit is 1: biases, what normalization layers hold, and what `protect` names.
 """
@@ -23,7 +23,7 @@ DEFAULT_MAX_RATIO = 1000.0
 MAX_RATIO = 1e12
 
 SENSITIVE_MAX_RATIO = 250.0
-"""Of recurrent and embedding layers, whose gradients suffer more (LAGS uses 250 for its LSTM)."""
+"""Default limit of recurrent and embedding layers, whose gradients suffer more (LAGS uses 250 for its LSTM)."""
 SENSITIVE_KINDS = frozenset({"recurrent", "embedding"})
 PROTECTED_KINDS = frozenset({"norm"})
 
@@ -31,7 +31,7 @@ NARROWED = frozenset({"float32", "float16", "bfloat16"})
 """Dtypes of gradients that may be added up in float32."""
 
 NONE = "none"
-"""In `protect`: nothing is protected that is not named."""
+"""Word in `protect`: only named gradients are protected."""
 
 # Recurrent layers of torch say which bias it is behind the word: bias_ih_l0.
 _BIAS = re.compile(r"(.*[._])?bias(_.*)?")
@@ -39,7 +39,7 @@ _NORM = re.compile(r"(.*[._0-9])?(bn|ln|norm|layernorm|batchnorm|groupnorm|rmsno
 
 
 def check_max_ratio(value: float, where: str = "--max-ratio") -> float:
-    """The largest ratio allowed; raises InputError where it is none."""
+    """Return a largest ratio. Raises InputError where it is none."""
     if not (math.isfinite(value) and 1.0 <= value <= MAX_RATIO):
         raise InputError(
             f"{where}: found {value:g}, expected a number from 1 (nothing is left out) up to {MAX_RATIO:g}, such as 250"
@@ -49,7 +49,7 @@ def check_max_ratio(value: float, where: str = "--max-ratio") -> float:
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """How much of each gradient may be left out of a step. Shapes (gradients,)."""
+    """Compression allowed for each gradient. Shapes (gradients,)."""
 
     ratios: Floats
     """The largest ratio of its elements to those that are selected; 1: nothing is selected from it."""
@@ -58,7 +58,7 @@ class Limits:
 
     @classmethod
     def nothing(cls, problem: Problem) -> Limits:
-        """All travels whole."""
+        """Return the limits with which all gradients are sent whole."""
         return cls(np.ones(problem.count), np.ones(problem.count, dtype=np.bool_))
 
 
@@ -82,7 +82,7 @@ def _patterns(protect: str) -> list[str]:
 
 
 def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str = "") -> Floats:
-    """The largest ratio (elements over those that travel) of each gradient; 1 where it travels whole.
+    """Return the largest ratio of each gradient's elements to those sent; 1 where it is sent whole.
 
     Args:
         problem: the step.
@@ -116,7 +116,7 @@ def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str 
 
 
 def _kinds(problem: Problem) -> dict[int, str]:
-    """Gradient → kind of its layer, where the profile tells."""
+    """Return the kind of each gradient's layer, by index, where the profile has it."""
     layers = problem.profile.layers or ()
     by_name = {layer.name: layer.kind for layer in layers}
     by_parameter = {name: layer.kind for layer in layers for name in layer.parameters or ()}
@@ -142,7 +142,7 @@ def _small(problem: Problem, kinds: dict[int, str]) -> Iterator[int]:
 
 
 def _per_channel(problem: Problem, index: int) -> bool:
-    """Whether a gradient called weight is as long as the bias of its layer, as in normalization layers."""
+    """Return whether a gradient called weight is as long as the bias of its layer, as in normalization layers."""
     layer, names = problem.layers_by_name[index], problem.profile.compute.gradients
     if names[index].name != f"{layer}.weight":
         return False
@@ -163,7 +163,7 @@ def segments(problem: Problem, limits: Floats) -> list[tuple[int, int]]:
 
 
 def partially_protected_boundaries(problem: Problem, limits: Floats) -> tuple[int, ...]:
-    """Where a layer's limit changes within it: no bucket of selected elements holds both sides."""
+    """Return the places where the limit changes within a layer: no bucket of selected elements holds both sides."""
     return tuple(
         start
         for start, _ in segments(problem, limits)[1:]
@@ -172,10 +172,10 @@ def partially_protected_boundaries(problem: Problem, limits: Floats) -> tuple[in
 
 
 def selected(numel: int, limit: float, ratio: float) -> int:
-    """k of a run of gradients: the fewest elements that keep to a ratio and to the run's own limit."""
+    """Return k of a run of gradients: the fewest elements within a ratio and the run's own limit."""
     return math.ceil(numel / min(limit, ratio))
 
 
 def shard_elements(problem: Problem, numel: int) -> int:
-    """Elements of each shard of a node."""
+    """Return the elements of each shard of a node."""
     return math.ceil(numel / problem.cost.cluster.ranks_per_node)

@@ -90,7 +90,7 @@ class SteadyState:
 
     mean_us: float
     error_us: float
-    """By how much the mean step may be off: 0 where the state repeats. A bound without contention, else an estimate."""
+    """Error of the mean step: 0 where the state repeats; a bound without contention, else an estimate."""
     first: int
     """The step of the simulation that they begin with, a multiple of k."""
     steps: int
@@ -126,7 +126,7 @@ def steady_state(load: StepWork, k: int) -> SteadyState:
 
 
 def _simulate(load: StepWork, k: int, cycles: int, head_us: float) -> SteadyState:
-    """The last cycles after which a state repeats, else the later half of them."""
+    """Return the last cycles after which a state repeats, else the later half of them."""
     steps = cycles * k + 2  # messages end beside later steps
     ran = run(ops_of(load, k, steps, head_us))
     compute = ran.lanes[COMPUTE]
@@ -175,18 +175,18 @@ class StepSpan(Span):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CycleTimeline(Timeline):
-    """What begins in a whole number of cycles; `iteration_us` is the mean step, `update_us` the local update.
+    """Tasks that begin in a whole number of cycles; `iteration_us` is the mean step, `update_us` the local update.
 
     The first step is one that pulls. Messages of the last one may end after it.
     """
 
     steps: int
     error_us: float
-    """By how much `iteration_us` may be off; 0 where the state repeats."""
+    """Error of `iteration_us`; 0 where the state repeats."""
 
 
 def simulate_cycle(problem: Problem, load: StepWork, k: int) -> CycleTimeline:
-    """The steady state with delay of k steps, from a step that pulls."""
+    """Return the steady state with a delay of k steps, from a step that pulls."""
     found = steady_state(load, k)
     begin_us = next(
         start_us

@@ -1,4 +1,4 @@
-"""What one step of delayed synchronization (SSD-SGD) asks of compute and network."""
+"""Work of one step of delayed synchronization (SSD-SGD) on compute and network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from planner.model.spending import spending
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What one step asks of compute and network, each alone on the machine."""
+    """Work of one step on compute and network, each alone on the machine."""
 
     forward_us: float
     ready_us: tuple[float, ...]
-    """Of each bucket, from the start of forward."""
+    """Ready time of each bucket, from the start of forward."""
     push_us: tuple[float, ...]
     pull_us: tuple[float, ...]
     factors: tuple[tuple[float, float], ...]
@@ -26,11 +26,11 @@ class StepWork:
     """The update of a rank's own part of the weights."""
     local_update_us: float
     pack_us: tuple[float, ...] = ()
-    """What compute spends on packing, of each bucket; empty: nothing."""
+    """Compute time of packing each bucket; empty: none."""
     take_us: float = 0.0
-    """What it spends on weights that were pulled, before its local update."""
+    """Compute time of taking over pulled weights, before the local update."""
     scatter_us: tuple[float, ...] = ()
-    """Where nodes have several ranks: the intra-node reduce-scatter of each bucket."""
+    """Intra-node reduce-scatter of each bucket, where nodes have several ranks."""
     gather_us: tuple[float, ...] = ()
     """The intra-node all-gather of its average."""
     spread_us: tuple[float, ...] = ()
@@ -38,7 +38,7 @@ class StepWork:
 
     @classmethod
     def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> StepWork:
-        """The load of a schedule; `local_update_us` in place of what the cluster says."""
+        """Return the work of a schedule; `local_update_us` replaces the cluster's."""
         members = [bucket.gradients for bucket in schedule.buckets]
         packs_us = [_pack_us(problem, bucket) for bucket in schedule.buckets]
         pushes_us = problem.bucket_cost_us(members, problem.push.curve)
@@ -70,7 +70,7 @@ class StepWork:
 
     @property
     def averaged_us(self) -> float:
-        """When a step's gradients are averaged inside the node, or backward has ended."""
+        """Time at which a step's gradients are averaged inside the node and backward has ended."""
         end_us = 0.0
         for index in sorted(range(len(self.scatter_us)), key=lambda index: self.ready_us[index]):
             end_us = max(end_us, self.ready_us[index]) + self.scatter_us[index] + self.gather_us[index]
@@ -78,18 +78,18 @@ class StepWork:
 
     @property
     def compute_us(self) -> float:
-        """A step without communication between workers."""
+        """Length of a step without communication between workers."""
         return self.averaged_us + self.local_update_us
 
     @property
     def _first_us(self) -> float:
-        """When the first bucket has been packed."""
+        """Time at which the first bucket has been packed."""
         first = min(range(len(self.ready_us)), key=lambda index: self.ready_us[index])
         return self.ready_us[first] + (self.pack_us[first] if self.pack_us else 0.0)
 
     @property
     def terms(self) -> Terms:
-        """What Eq. 4 is made of; its sync is a part of the reduce-scatter here, and owners update behind each."""
+        """Terms of Eq. 4; its sync is a part of the reduce-scatter here, and owners update after each."""
         return Terms(
             forward_us=self.forward_us,
             backward_us=self.averaged_us - self.forward_us,

@@ -36,7 +36,7 @@ class Op(NamedTuple):
     step: int = 0
     bucket: int | None = None
     factors: tuple[float, float] = (1.0, 1.0)
-    """Of a message: slow-down (≥ 1) of compute and of the message while both are under way."""
+    """Slow-down (≥ 1) of compute and of a message while both are under way."""
 
 
 class Ops(list[Op]):

@@ -1,4 +1,4 @@
-"""When forward needs each weight: what a message may take that brings weights beside it.
+"""Times at which forward needs each weight, which all-gathers during forward have to meet.
 
 A layer needs its weights when it begins, which is where the layers before it end. Where the profile knows its layers,
 their forward times say so, stretched to the measured sum; a weight that several layers use is needed by the first. Else
@@ -24,16 +24,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """When forward, if nothing slows it or lets it wait, comes to the layer of each gradient."""
+    """Times at which an undisturbed forward reaches the layer of each gradient."""
 
     need_us: Floats
-    """From the start of forward, in readiness order. Shape (count,)."""
+    """Microseconds from the start of forward, in readiness order. Shape (count,)."""
     source: str
-    """Where that comes from, in words."""
+    """Description of the source."""
 
     @property
     def ordered(self) -> bool:
-        """Whether what is ready later in backward is never needed later in forward."""
+        """Return whether gradients that are ready later in backward are never needed later in forward."""
         return bool(np.all(np.diff(self.need_us) <= 0.0))
 
 
@@ -53,7 +53,7 @@ def needs(problem: Problem) -> Needs:
 
 
 def _of_modules(problem: Problem, need_us: Floats) -> Floats:
-    """The earliest of all that is in the module which holds a gradient's weight, whose beginning waits for it.
+    """Return the earliest need in the module that holds each gradient's weight, whose start waits for all of them.
 
     Where no name has a dot, as in traces of layers, each is a module of its own.
     """
@@ -69,7 +69,7 @@ def _of_modules(problem: Problem, need_us: Floats) -> Floats:
 
 
 def _by_layer(problem: Problem, layers: Sequence[Layer], weights: Sequence[float]) -> Floats | None:
-    """By layers in forward order with their weights; None where they name no gradient.
+    """Return needs by layers in forward order, each with its weight; None where they name no gradient.
 
     A gradient that no layer names is needed with the one that is ready behind it, which is not too late.
     """
@@ -89,7 +89,7 @@ def _by_layer(problem: Problem, layers: Sequence[Layer], weights: Sequence[float
 
 
 def _mirrored(problem: Problem) -> Floats:
-    """A layer begins when those of which gradients are ready later have ended, each with its share of backward."""
+    """Return needs where a layer begins after those with later gradients, each taking its share of backward."""
     backward_us = problem.backward_us
     scale = problem.forward_us / backward_us if backward_us > 0.0 else 0.0
     need_us = np.zeros(problem.count)

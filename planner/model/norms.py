@@ -1,4 +1,4 @@
-"""What the norms of layers cost that LARS and LAMB need: where every rank computes all of them, and where ranks share.
+"""Costs of the layer norms of LARS and LAMB: where every rank computes all of them, and where ranks share.
 
 Shared, a step waits for the largest share and then for one all-gather of all norms; that this may run beside other work
 of the update is not counted.
@@ -18,17 +18,17 @@ from runtime.plan.lpt import loads_of
 
 
 def norm_costs_us(problem: Problem) -> tuple[float, ...]:
-    """Of each layer, in the order of `Problem.norm_layers`."""
+    """Return the time of each layer's norms, in the order of `Problem.norm_layers`."""
     return tuple(layer.norm_us for layer in problem.norm_layers)
 
 
 def replicated_us(problem: Problem) -> float:
-    """Every rank computes all of them."""
+    """Return the time where every rank computes all norms."""
     return sum(norm_costs_us(problem))
 
 
 def message_bytes(problem: Problem, owners: Sequence[int]) -> int:
-    """What is gathered: from each rank as many norms as the most that one of them has."""
+    """Return the gathered bytes: from each rank as many norms as the most that one of them has."""
     norms = problem.profile.compute.norms
     most = max((owners.count(rank) for rank in set(owners)), default=0)
     return 0 if norms is None else problem.ranks * most * norms.row_bytes
@@ -40,19 +40,19 @@ def gather_us(problem: Problem, owners: Sequence[int]) -> float:
 
 
 def shared_us(problem: Problem, owners: Sequence[int]) -> float:
-    """The largest share, and the all-gather."""
+    """Return the time of the largest share and of the all-gather."""
     return max(loads_of(norm_costs_us(problem), owners, problem.ranks)) + gather_us(problem, owners)
 
 
 def update_us(problem: Problem, schedule: Schedule) -> float:
-    """The update where every rank does all of it: as measured, but for what sharing norms changes."""
+    """Return the update where every rank does all of it: as measured, but for what sharing norms changes."""
     if schedule.norms is None:
         return problem.update_us
     return max(0.0, problem.update_us - replicated_us(problem) + shared_us(problem, schedule.norms))
 
 
 def update_bound_us(problem: Problem) -> float:
-    """No schedule has a shorter update: norms are split evenly, as far as the largest layer lets them."""
+    """Return a lower bound of the update: norms are split evenly, as far as the largest layer allows."""
     costs_us = norm_costs_us(problem)
     if not costs_us or problem.ranks == 1:
         return problem.update_us
@@ -62,7 +62,7 @@ def update_bound_us(problem: Problem) -> float:
 
 
 def describe_norms(problem: Problem, updates: UpdatePlan | None) -> list[str]:
-    """What the reader of a plan should know about norms; nothing where there are none."""
+    """Return what the reader of a plan should know about norms; nothing where there are none."""
     norms = updates.norms if updates else None
     profile = problem.profile.compute.norms
     if norms is None or profile is None or norms.replicated_us is None or norms.shared_us is None:

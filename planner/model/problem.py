@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
-from planner.cost.low_rank import LowRankCost, Thin, low_rank_cost, thin_of
+from planner.cost.low_rank import LowRankCost, Thin, low_rank_lines, thin_of
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase, measured_flat, phase_of
 from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
@@ -22,10 +22,10 @@ from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
 from runtime.errors import InputError
 from runtime.plan.names import layer_of
-from runtime.plan.transports import NATIVE, TWO_SHOT, Transport
+from runtime.plan.transports import TWO_SHOT, Transport
 
 Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
-"""Of one dtype, by bucket: the size of its message, and whether it has one (None: all have)."""
+"""Messages of one dtype by bucket: size, and whether the bucket has one (None: all have)."""
 Factors = float | NDArray[np.float64]
 Curve = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Bytes → microseconds."""
@@ -61,7 +61,7 @@ class Problem:
     profile: Profile
     cost: CommunicationCost
     basis: ComputeBasis | None = None
-    """What the compute times rest on; None where that was not asked."""
+    """Basis of the compute times; None where it is not needed."""
 
     @property
     def ranks(self) -> int:
@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def contended(self) -> bool:
-        """Whether compute and network slow each other down."""
+        """Return whether compute and network slow each other down."""
         factors = self.contention
         return (factors.compute, factors.network) != (1.0, 1.0) or factors.by_size is not None
 
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def norm_layers(self) -> tuple[LayerNorm, ...]:
-        """The layers whose norms the optimizer needs; none for most optimizers."""
+        """Layers whose norms the optimizer needs; none for most optimizers."""
         norms = self.profile.compute.norms
         return () if norms is None else norms.layers
 
@@ -98,7 +98,7 @@ class Problem:
 
     @cached_property
     def ready_us(self) -> NDArray[np.float64]:
-        """When each gradient is ready if nothing slows compute: forward_us + sum(backward_us[0..i]). Shape (count,)."""
+        """Ready time of each gradient without contention: forward_us + sum(backward_us[0..i]). Shape (count,)."""
         steps = [self.forward_us, *(gradient.backward_us for gradient in self.profile.compute.gradients)]
         return np.cumsum(np.array(steps))[1:]
 
@@ -111,7 +111,7 @@ class Problem:
 
     @property
     def compute_end_us(self) -> float:
-        """End of backward if nothing slows it."""
+        """End of backward without contention."""
         return float(self.ready_us[-1])
 
     @property
@@ -125,7 +125,7 @@ class Problem:
 
     @cached_property
     def dtype_ids(self) -> NDArray[np.int64]:
-        """A small integer per gradient; equal for equal dtypes. Shape (count,)."""
+        """Small integers per gradient, equal for equal dtypes. Shape (count,)."""
         ids: dict[str, int] = {}
         return np.array([ids.setdefault(g.dtype, len(ids)) for g in self.profile.compute.gradients], dtype=np.int64)
 
@@ -156,15 +156,15 @@ class Problem:
         return table
 
     def range_cost_us(self, starts: Places, stops: Places) -> NDArray[np.float64]:
-        """Time of the bucket [start, stop) for ranges of starts or stops: one message per dtype, their sum."""
+        """Return the time of buckets [start, stop): the sum of one message per dtype."""
         return self.range_time_us(self.cost.all_reduce, starts, stops)
 
     def range_time_us(self, curve: Curve, starts: Places, stops: Places) -> NDArray[np.float64]:
-        """As `range_cost_us`, by another curve of time over bytes."""
+        """Return `range_cost_us` by another curve of time over bytes."""
         return _sum_over(self._range_messages(starts, stops), curve)
 
     def range_factors(self, starts: Places, stops: Places) -> tuple[Factors, Factors]:
-        """By how much compute and the network slow down while the bucket [start, stop) is on its way."""
+        """Return the slow-down of compute and of the network while the bucket [start, stop) is in flight."""
         if self.cost.slowdown is None:
             return self.contention.compute, self.contention.network
         return self._factors(list(self._range_messages(starts, stops)))
@@ -176,7 +176,7 @@ class Problem:
             yield prefix[stops] - prefix[starts], present
 
     def _factors(self, messages: Sequence[Messages]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Factors of buckets whose messages, one per dtype, have factors of their own."""
+        """Return factors of buckets whose messages, one per dtype, have factors of their own."""
         slowdown, curve = self.cost.slowdown, self.cost.all_reduce
         assert slowdown is not None
         if len(messages) == 1:
@@ -207,8 +207,8 @@ class Problem:
         Raises InputError: by a torus, where a kind of link has no cost.
         """
         cluster = self.cost.cluster
-        if transport == NATIVE:
-            measured = measured_flat(cluster, NATIVE.algorithm, queued=True) or self.cost.all_reduce
+        if transport.native:
+            measured = measured_flat(cluster, transport.algorithm, queued=True) or self.cost.all_reduce
             return wire_cost(cluster, dtype, (measured,), self.ranks, owners=False)
         if transport.hierarchical and 1 not in (cluster.nodes, cluster.ranks_per_node):
             scatter, _, gather = self.phases(transport)
@@ -225,7 +225,8 @@ class Problem:
     @memoised
     def low_rank_cost(self, rank: int) -> LowRankCost:
         """Return the costs of buckets whose matrices are sent as products of this rank."""
-        return low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
+        lines, _ = low_rank_lines(self.cost.cluster, rank)
+        return LowRankCost(lines=lines, all_reduce=self.cost.all_reduce)
 
     @memoised
     def thin(self, rank: int) -> Thin:
@@ -234,7 +235,7 @@ class Problem:
         return thin_of(self.numel, np.array(matrices, dtype=np.int64), rank)
 
     def elements(self, bucket: Bucket) -> int:
-        """The elements of a bucket."""
+        """Return the number of elements of a bucket."""
         return int(self.numel[list(bucket.gradients)].sum())
 
     def selection_cost(self, transport: Transport, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
@@ -257,13 +258,13 @@ class Problem:
         return self.cost.cluster.ranks_per_node if transport.hierarchical else 1
 
     def layer_elements(self, bucket: Bucket) -> list[int]:
-        """The elements of each run of gradients of one layer in a bucket, layers as the runtime knows them: by name."""
+        """Return the elements of each run of gradients of one layer in a bucket; layers by name, as in the runtime."""
         runs = groupby(bucket.gradients, self.layers_by_name.__getitem__)
         return [sum(int(self.numel[index]) for index in run) for _, run in runs]
 
     @cached_property
     def layers_by_name(self) -> tuple[str, ...]:
-        """Of each gradient the layer that its name tells; usually what the profile says, too."""
+        """Layer of each gradient by its name; usually the profile's, too."""
         return tuple(layer_of(gradient.name) for gradient in self.profile.compute.gradients)
 
     @cached_property
@@ -272,48 +273,48 @@ class Problem:
         return np.array([gradient.numel for gradient in self.profile.compute.gradients], dtype=np.int64)
 
     def bucket_cost_us(self, buckets: Sequence[Sequence[int]], curve: Curve | None = None) -> list[float]:
-        """Time of each bucket of any gradients: all-reduced, or by another curve of time over bytes."""
+        """Return the time of each bucket of any gradients: all-reduced, or by another curve of time over bytes."""
         result: list[float] = _sum_over(self._bucket_messages(buckets), curve or self.cost.all_reduce).tolist()
         return result
 
     @cached_property
     def push(self) -> Half:
-        """With delay: what a reduce-scatter between workers costs, that is over all ranks or between nodes."""
+        """Cost of a reduce-scatter between workers with delay: over all ranks or between nodes."""
         return worker_half(self.cost, REDUCE_SCATTER)
 
     @cached_property
     def pull(self) -> Half:
-        """With delay: what an all-gather between workers costs."""
+        """Cost of an all-gather between workers with delay."""
         return worker_half(self.cost, ALL_GATHER)
 
     @cached_property
     def reduce_scatter(self) -> Half:
-        """What a reduce-scatter over all ranks costs."""
+        """Cost of a reduce-scatter over all ranks."""
         return half(self.cost, REDUCE_SCATTER)
 
     @cached_property
     def all_gather(self) -> Half:
-        """What an all-gather over all ranks costs."""
+        """Cost of an all-gather over all ranks."""
         return half(self.cost, ALL_GATHER)
 
     @property
     def ranks_per_worker(self) -> int:
-        """With delay: the ranks of a node, where it is the worker."""
+        """Number of ranks of a worker with delay: of a node, where that is the worker."""
         return 1 if self.node_costs is None else self.cost.cluster.ranks_per_node
 
     @cached_property
     def node_costs(self) -> NodeCosts | None:
-        """What delay costs where nodes have several ranks and both kinds of link are known."""
+        """Costs of delay where nodes have several ranks and the costs of both links are known."""
         return node_costs(self.cost.cluster)
 
     @cached_property
     def local_update_us(self) -> float:
-        """SSD-SGD's h_loc: what a rank's own update of all its weights takes; 0 where the cluster does not say."""
+        """SSD-SGD's h_loc: a rank's own update of all its weights; 0 where the cluster does not have it."""
         line = self.cost.cluster.local_update
         return 0.0 if line is None else line.at(float(self.size_bytes.sum()))
 
     def bucket_factors(self, buckets: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
-        """As `range_factors`, for buckets of any gradients."""
+        """Return `range_factors` of buckets of any gradients."""
         if self.cost.slowdown is None:
             return [(self.contention.compute, self.contention.network)] * len(buckets)
         compute, network = self._factors(list(self._bucket_messages(buckets)))
@@ -327,14 +328,14 @@ class Problem:
             yield sizes.astype(np.float64), np.bincount(owner[of_dtype], minlength=len(buckets)) > 0
 
     def bucket_bytes(self, buckets: Sequence[Sequence[int]]) -> list[float]:
-        """Bytes of each bucket of any gradients."""
+        """Return the bytes of each bucket of any gradients."""
         members, owner = _flat(buckets)
         sizes: list[float] = np.bincount(owner, self.size_bytes[members], len(buckets)).tolist()
         return sizes
 
 
 def _sum_over(messages: Iterable[Messages], time_us: Curve) -> NDArray[np.float64]:
-    """Time of buckets: the sum of their messages'."""
+    """Return the time of buckets: the sum of their messages'."""
     total: NDArray[np.float64] | float = 0.0
     for sizes, present in messages:
         of_dtype = time_us(sizes)
@@ -343,7 +344,7 @@ def _sum_over(messages: Iterable[Messages], time_us: Curve) -> NDArray[np.float6
 
 
 def _flat(buckets: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All gradients of all buckets, and for each the number of its bucket."""
+    """Return all gradients of all buckets, and for each the number of its bucket."""
     members = np.fromiter(chain.from_iterable(buckets), dtype=np.int64)
     return members, np.repeat(np.arange(len(buckets)), [len(bucket) for bucket in buckets])
 
@@ -351,7 +352,7 @@ def _flat(buckets: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[
 def make_problem(
     profile: Profile, cluster: Cluster | None = None, ranks: int | None = None, where: str = "profile"
 ) -> Problem:
-    """Joins a profile with a cluster (default: the one measured with it), resized to `ranks` where given.
+    """Join a profile with a cluster (default: the one measured with it), resized to `ranks` where given.
 
     `where` names the document that holds the cluster in messages.
 

@@ -23,7 +23,7 @@ class ScheduleText:
 
     schedule: Schedule
     lines: tuple[int, ...]
-    """For each bucket the number of its line, counted from 1."""
+    """Line number of each bucket, counted from 1."""
 
 
 def parse_schedule(text: str) -> Schedule:

@@ -1,4 +1,4 @@
-"""What a step spends on buckets: their messages, and compute before and after them."""
+"""Messages of buckets, and compute time before and after them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def spending(problem: Problem, bucket: Bucket) -> Spending:
 
 
 def slowdowns(problem: Problem, buckets: Sequence[Bucket], spent: Sequence[Spending]) -> list[tuple[float, float]]:
-    """Return by how much compute and the network slow down while each bucket is on its way; what is compressed counts
-    by what is sent of it, which `spent` has.
+    """Return the slow-down of compute and of the network while each bucket is in flight; compressed buckets count by
+    what is sent of them, which `spent` has.
     """
     factors, slowdown = problem.bucket_factors([bucket.gradients for bucket in buckets]), problem.cost.slowdown
     if slowdown is None:

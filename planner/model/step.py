@@ -41,18 +41,18 @@ class Overlap:
     network: float
     compute_end_us: float
     by_range: Callable[[Places, Places], tuple[Factors, Factors]] | None = None
-    """The factors of buckets [start, stop), where they depend on the bucket; `compute` and `network` are the least."""
+    """Factors of buckets [start, stop) where they depend on the bucket; `compute` and `network` are the least then."""
 
     @classmethod
     def of(cls, problem: Problem) -> Overlap:
-        """As the problem's machines were measured."""
+        """Return the factors that were measured on a problem's machines."""
         slowdown, end_us = problem.cost.slowdown, problem.compute_end_us
         if slowdown is None:
             return cls(problem.contention.compute, problem.contention.network, end_us)
         return cls(*slowdown.least, end_us, problem.range_factors)
 
     def factors(self, starts: Places, stops: Places) -> tuple[Factors, Factors]:
-        """(compute, network) beside buckets [start, stop): one for all, or one for each."""
+        """Return (compute, network) during buckets [start, stop): one for all, or one for each."""
         return (self.compute, self.network) if self.by_range is None else self.by_range(starts, stops)
 
     def send(
@@ -76,23 +76,23 @@ class Overlap:
 
 
 class Exchange(NamedTuple):
-    """What a step sends of each bucket beside backward, and what it does when all has arrived."""
+    """Messages of a step during backward, and what follows when all have arrived."""
 
     collectives: Sequence[str]
     costs_us: Sequence[float]
-    """Of each bucket's messages, on an idle machine."""
+    """Duration of each bucket's messages on an idle machine."""
     update_us: float
     gathers_us: Sequence[float] = ()
-    """Of each bucket's weights, behind the update."""
+    """Duration of the all-gather of each bucket's weights after the update."""
 
     @property
     def end_us(self) -> float:
-        """From the last message, or the end of backward, to the end of the step."""
+        """Time from the last message, or the end of backward, to the end of the step."""
         return self.update_us + sum(self.gathers_us)
 
 
 def exchange_step_us(problem: Problem, buckets: Sequence[Bucket], exchange: Exchange) -> float:
-    """As `exchange_timeline(…).iteration_us`, without the timeline that comparing schedules has no use for."""
+    """Return `exchange_timeline(…).iteration_us` without making a timeline."""
     members = [bucket.gradients for bucket in buckets]
     ready_us = [problem.ready_list_us[max(gradients)] for gradients in members]
     ends_us = _ends_us(problem, ready_us, exchange.costs_us, problem.bucket_factors(members), 0.0)
@@ -106,7 +106,7 @@ def _ends_us(
     factors: Sequence[tuple[float, float]],
     selection_us: float,
 ) -> list[float]:
-    """When each bucket ends, then when compute does; `selection_us` is what backward is longer by."""
+    """Return the end of each bucket, then that of compute; `selection_us` is what backward is longer by."""
     overlap = Overlap.of(problem)
     overlap = replace(overlap, compute_end_us=overlap.compute_end_us + selection_us)
     state, ends_us = State(0.0, 0.0), []
@@ -122,11 +122,11 @@ def _ends_us(
 
 
 BucketCost = tuple[int, float, float, float, tuple[float, float]]
-"""Of a bucket: its last gradient, its selection, its message and its unpacking in microseconds, and its factors."""
+"""A bucket's last gradient; its selection, message and unpacking in microseconds; its factors."""
 
 
 def bucket_costs(problem: Problem, buckets: Sequence[Bucket]) -> list[BucketCost]:
-    """What the step's length follows from, for library all-reduces, flat gathers and two shots."""
+    """Return the costs of buckets sent by library all-reduces, flat gathers and two shots."""
     members = [bucket.gradients for bucket in buckets]
     # What whole ones take is computed for all of them at once.
     spent = [Spending(()) if bucket.whole else spending(problem, bucket) for bucket in buckets]
@@ -143,7 +143,7 @@ def bucket_costs(problem: Problem, buckets: Sequence[Bucket]) -> list[BucketCost
 
 
 def bucket_costs_step_us(problem: Problem, costs: Sequence[BucketCost]) -> float:
-    """As `step_us`, from costs."""
+    """Return the length of a step from its buckets' costs."""
     ready_us, delay_us = problem.ready_list_us, 0.0
     ready = [0.0] * len(costs)
     order = sorted(range(len(costs)), key=lambda index: costs[index][0])
@@ -178,7 +178,7 @@ def _unpacked_us(problem: Problem, costs: Sequence[BucketCost], order: Sequence[
 
 
 def exchange_timeline(problem: Problem, buckets: Sequence[Bucket], exchange: Exchange) -> Timeline:
-    """The timeline of a step whose messages all use one network, none of selected elements."""
+    """Return the timeline of a step whose messages all use one network, none of selected elements."""
     contended, overlap, state = problem.contended, Overlap.of(problem), State(0.0, 0.0)
     moments, times, end_us = [state], [], 0.0
     members = [bucket.gradients for bucket in buckets]
@@ -215,7 +215,7 @@ def exchange_timeline(problem: Problem, buckets: Sequence[Bucket], exchange: Exc
 def step_timeline(
     problem: Problem, messages: Sequence[Span], network_end_us: float, backward_end_us: float, exchange: Exchange
 ) -> Timeline:
-    """Forward, backward, the messages beside it, the update, and gathers one after the other."""
+    """Return forward, backward, the messages during it, the update, and gathers one after the other."""
     forward_us, end_us = problem.forward_us, max(network_end_us, backward_end_us)
     forward = Span(task="forward", resource="compute", start_us=0.0, end_us=forward_us)
     backward = Span(task="backward", resource="compute", start_us=forward_us, end_us=backward_end_us)

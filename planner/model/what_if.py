@@ -1,4 +1,4 @@
-"""What if: the same step on a faster accelerator, with another batch, another link, a slow rank, or jitter.
+"""Changed steps: on a faster accelerator, with another batch, another link, a slow rank, or jitter.
 
 Pure functions from records to records. Assumptions, which the results repeat: a faster accelerator shortens forward,
 backward and update alike; a batch b times as large takes b times as long forward and backward and leaves the update
@@ -34,11 +34,11 @@ class WhatIf:
     """Changes to a profile and its cluster; the defaults change nothing."""
 
     compute_speed: float = 1.0
-    """How many times as fast the accelerator is."""
+    """Speed of the accelerator, relative."""
     batch: float = 1.0
-    """How many times as large each rank's batch is."""
+    """Size of each rank's batch, relative."""
     straggler: float = 1.0
-    """By what factor the slowest rank computes slower than the profile says."""
+    """Slow-down factor of the slowest rank."""
     jitter: float = 0.0
     """Standard deviation of a rank's compute time from step to step, as a share of it."""
     seed: int = 0
@@ -58,7 +58,7 @@ class WhatIf:
             raise InputError(f"steps: found {self.steps}, expected between 1 and 100000")
 
     def profile(self, profile: Profile) -> Profile:
-        """The profile of the changed step, with its cluster changed too."""
+        """Return the profile of the changed step, with its cluster changed too."""
         slow = self.straggler / self.compute_speed
         cluster = None if profile.cluster is None else self.cluster(profile.cluster)
         return replace(scale_profile(profile, slow * self.batch, slow), cluster=cluster)
@@ -71,7 +71,7 @@ class WhatIf:
 
 
 def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
-    """Another link inside (`intra`) or between (`inter`) nodes; what was measured over the old one is dropped."""
+    """Return a cluster with another `intra` or `inter` link, without what was measured over the old one."""
     flat_over = {flat_link(cluster)}
     inter, either = cluster.inter, (cluster, replace(cluster, intra=link if name == "intra" else cluster.intra))
     if inter is not None and any(slowest_hop(each, inter) is not inter for each in either):
@@ -91,7 +91,7 @@ def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
 
 
 def _rewired(machine: Nccl, name: LinkName, link: Link) -> Nccl:
-    """The machines with another link, as NCCL's model has them; what was fitted to the old one is dropped."""
+    """Return NCCL's model of machines with another link, without what was fitted to the old one."""
     if not link.beta_us_per_byte:
         raise InputError(f"{name}: found a link without a limit to its rate, expected one; give its bandwidth")
     gbyte_per_s = 1e-3 / link.beta_us_per_byte

@@ -1,4 +1,4 @@
-"""`planner.attach(model, optimizer)`: in place of DistributedDataParallel, with a plan or with none."""
+"""`planner.attach(model, optimizer)`: a replacement of DistributedDataParallel, with a plan or without."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.decide.sharded_step import check_allow
+from planner.decide.plan_request import check_allow
 from planner.documents.text import as_names, pluralize
 from planner.online.ddp import AS_DDP
 from planner.online.opening import Opener, Opening, warn_unused
 from planner.online.pilot import Pilot
 from planner.profile.step import joined
 from planner.report.accumulation import per_optimizer_step
+from planner.report.listing import make_console
 from planner.report.page import page_text
-from planner.report.tables import make_console, print_plan
+from planner.report.tables import print_plan
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World, deadlines
 from runtime.core.options import AttachOptions
@@ -45,10 +46,10 @@ class PlannedSession(Session):
 
     pilot: Pilot | None = None
     _page: Path | None = None
-    """Where this session has put its page."""
+    """Path of the page that this session has written."""
 
     opener: Opener | None = None
-    """With a pilot: opens the run again when more parameters train."""
+    """Opens the run again when more parameters train; None without a pilot."""
 
     def thawed(self, names: Sequence[str]) -> bool:
         """See `Session.thawed`: the run begins again with all parameters, unless the caller decides on plans.
@@ -90,7 +91,7 @@ class PlannedSession(Session):
             self.director = None
 
     def detach(self, *, leave: bool = True) -> None:
-        """See `Session.detach`."""
+        """Detach, as `Session.detach` does, and end planning."""
         if leave and self.pilot is not None:
             self.pilot.close()
             self.director = None
@@ -160,9 +161,9 @@ def attach(
     guard: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> PlannedSession:
-    """Make `backward()` of a plain model exchange its gradients, as a plan says or as one that is found in the run.
+    """Make `backward()` of a plain model exchange its gradients by a plan, which is given or found in the run.
 
-    Without a plan training begins with the buckets of DistributedDataParallel. Steps are measured as they are, beside
+    Without a plan training begins with the buckets of DistributedDataParallel. Steps are measured as they are, besides
     few messages of its own; another process of rank 0 decides; the new plan is tried against the present one in
     interleaved blocks of steps, and the faster one stays. What was found is remembered for the next run with this
     model, torch and cluster, and looked for again where steps become longer or shorter. Where the last run differed in

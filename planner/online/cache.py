@@ -1,4 +1,4 @@
-"""What runs remember for the next ones: for each model on each cluster the plan that was measured to be the fastest.
+"""The cache of plans: for each model on each cluster the plan that was measured to be the fastest.
 
 One file for each, in one folder, which anyone may delete at any time. Torch-free.
 """
@@ -14,29 +14,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from planner.documents.profile import Profile, parse_profile
+from planner.documents.profile import Profile
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Plan, parse_plan
+from runtime.plan import Accuracy, Plan
 from runtime.plan.files import replace_file
-from runtime.plan.strict_json import (
-    Count,
-    Name,
-    Ranks,
-    Record,
-    TimeUs,
-    check_schema,
-    dump,
-    read_json,
-    validate,
-)
+from runtime.plan.strict_json import Count, Document, Name, Ranks, Record, TimeUs, dump, read_json
 
 SCHEMA: Literal["planner.cache/1"] = "planner.cache/1"
 MOST_FILES, MOST_BYTES = 200, 64 * 1024 * 1024
-"""What the folder may hold; the files that were not used for longest go first."""
+"""Limits of the folder; the files that were not used for longest are deleted first."""
 STALE_S = 3600.0
-"""What a writer that was killed left is older than this."""
+"""Age of a temporary file beyond which its writer must have been killed."""
 
 NAME, TEMPORARY = re.compile(r"[0-9a-f]{40}\.json"), re.compile(r"\.planner-.*\.tmp")
 HINT = "delete the file: it is made again"
@@ -44,7 +34,7 @@ HINT = "delete the file: it is made again"
 
 @dataclass(frozen=True, kw_only=True)
 class Key(Record):
-    """What has to be the same for a plan to be used again."""
+    """Conditions under which a plan can be used again."""
 
     model: Name
     """Fingerprint of the trainable parameters."""
@@ -53,18 +43,18 @@ class Key(Record):
     backend: Name
     device: Name
     cores: Count
-    """Of each node, as they compete with the exchange."""
+    """Cores of each node, which compete with the exchange."""
     torch: Name
     planner: Name
     optimizer: Name
-    """Its class, and that of what wraps it: not every plan can update by every optimizer."""
+    """Class of the optimizer, and of its wrapper: not every plan can update by every optimizer."""
     accuracy: Accuracy
     allow: tuple[Name, ...] = ()
 
     @property
     def alike(self) -> dict[str, Any]:
-        """What runs have in common of which each can use the other's measurements, scaled to its number of ranks: all
-        but that number, and the link that messages pass through, which is that of one node or leads between nodes.
+        """Return what runs have in common that can use one another's measurements, scaled to their number of ranks: all
+        but that number, with the link of messages, which is intra-node or inter-node.
         """
         fields: dict[str, Any] = dump(self)
         ranks, nodes = fields.pop("ranks"), fields.pop("nodes")
@@ -72,7 +62,7 @@ class Key(Record):
 
     @property
     def file_names(self) -> str:
-        """How the names of the files begin of all runs that are alike."""
+        """Return the beginning of the names of the files of all runs that are alike."""
         return _digest(self.alike)
 
     @property
@@ -85,42 +75,21 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Record):
+class Remembered(Document):
     """The contents of one file."""
 
+    hint: ClassVar[str] = HINT
     schema: Literal["planner.cache/1"] = SCHEMA
     key: Key
-    plan: dict[str, Any]
-    profile: dict[str, Any] | None = None
-    """What the plan was decided on."""
+    plan: Plan
+    profile: Profile | None = None
+    """Profile that the plan was decided on."""
     step_us: TimeUs
-    """A step with the plan, on the slowest rank."""
+    """Time of a step with the plan, on the slowest rank."""
     story: tuple[str, ...] = ()
-    """How it came to the plan."""
+    """Events that led to the plan."""
     settled: bool = True
     """Whether the run has tried all that it would."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remembered:
-    """An entry whose documents have been read."""
-
-    key: Key
-    plan: Plan
-    profile: Profile | None
-    step_us: float
-    story: tuple[str, ...]
-    settled: bool = True
-
-    def to_document(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        profile = None if self.profile is None else self.profile.to_document()
-        entry = Entry(
-            key=self.key, plan=self.plan.to_document(), profile=profile, step_us=self.step_us, story=self.story,
-            settled=self.settled,
-        )  # fmt: skip
-        document: dict[str, Any] = dump(entry)
-        return document
 
 
 def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = False) -> Remembered:
@@ -129,7 +98,7 @@ def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = F
     Raises InputError: it is none of this schema, or of another model, torch, cluster or class; its plan or profile is
         wrong.
     """
-    entry = validate(Entry, check_schema(document, SCHEMA, where), where, hint=HINT)
+    entry = Remembered.parse(document, where)
     if any_ranks and entry.key.alike == key.alike:
         key = entry.key
     if entry.key != key:
@@ -137,13 +106,9 @@ def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = F
         raise InputError(
             f"{where}: $.key: found another {', '.join(differ)} than this run's, expected equal ones; {HINT}"
         )
-    plan = parse_plan(entry.plan, f"{where}: $.plan")
-    if plan.model.fingerprint != key.model or plan.world.ranks != key.ranks:
+    if entry.plan.model.fingerprint != key.model or entry.plan.world.ranks != key.ranks:
         raise InputError(f"{where}: $.plan: found a plan of another model or number of ranks than $.key says; {HINT}")
-    profile = None if entry.profile is None else parse_profile(entry.profile, f"{where}: $.profile")
-    return Remembered(
-        key=key, plan=plan, profile=profile, step_us=entry.step_us, story=entry.story, settled=entry.settled
-    )
+    return entry
 
 
 def _read(path: str | Path) -> Any:
@@ -165,7 +130,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class Cache:
-    """The folder. Every method raises InputError where it cannot be used; a run goes on without."""
+    """The folder. Every method raises InputError where it cannot be used; a run continues without."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What rank 0 decides in another process, and whether that is worth a trial."""
+"""Plans that rank 0 decides on in another process, and whether they are worth a trial."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from runtime.monitor.verdict import Verdict
 from runtime.plan import Plan, parse_plan
 
 POLL_S = 0.5
-"""How often, at most, ranks ask rank 0 for its plan."""
+"""Least time between two questions of ranks for rank 0's plan."""
 WORTH_TRYING = 0.01
-"""Predicted gain from which a plan is tried, beside half of what predictions of the plans before were off."""
+"""Predicted gain from which a plan is tried, on top of half of the error of earlier predictions."""
 
 
 class Candidates:
@@ -36,7 +36,7 @@ class Candidates:
         self.expected = self.doubt = 0.0
         """Predicted gain of the last plan; by how much the simulator is not to be believed."""
         self.off = 0.0
-        """By how much predictions were off at most: of steps before the first trial, and of what was tried."""
+        """Largest relative error of predictions: of steps before the first trial, and of tried plans."""
         self.others: dict[int, tuple[Plan, float]] = {}
         """DDP's buckets of other sizes by number, and their predicted step over that of the plan decided from."""
         self._outside_us = 0.0
@@ -53,7 +53,7 @@ class Candidates:
             self._decision = None
 
     def decide(self, profile: Callable[[], Profile], tried: set[str]) -> Steps[Plan | None]:
-        """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile.
+        """Return rank 0's plan where it is worth a trial, on all ranks alike; training continues meanwhile.
 
         `profile` is what it is decided on, called on rank 0 alone; `tried` are digests of the present plan and of those
         that were tried.

@@ -1,4 +1,4 @@
-"""The process in which rank 0 has a plan made, so that training goes on meanwhile. Torch-free.
+"""The process in which rank 0 has a plan made, so that training continues meanwhile. Torch-free.
 
 `python -m planner.online.deciding` reads a request from standard input and writes the answer to standard output:
 
@@ -22,10 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from planner.decide.optimize import optimize
+from planner.documents.profile import parse_profile
+from planner.emit.lower import predict
+from planner.ir import Bucket, Schedule
+from planner.model.problem import make_problem
 from runtime.errors import PlannerError
 
 DEADLINE_S = 300
-"""After so long training stays with what it has."""
+"""Time after which training stays with its plan."""
 LOWEST_PRIORITY = 19
 PR_SET_PDEATHSIG = 1
 """See prctl(2)."""
@@ -33,12 +38,6 @@ PR_SET_PDEATHSIG = 1
 
 def decide(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request. Raises PlannerError as `optimize` does."""
-    from planner.decide.optimize import optimize
-    from planner.documents.profile import parse_profile
-    from planner.emit.lower import predict
-    from planner.ir import Bucket, Schedule
-    from planner.model.problem import make_problem
-
     profile = parse_profile(request["profile"])
     plan = optimize(profile, accuracy=request["accuracy"], allow=tuple(request["allow"]))
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}
@@ -52,7 +51,7 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer one request; what is wrong is an answer, too."""
-    signal.alarm(DEADLINE_S)  # nobody may be left to end this process
+    signal.alarm(DEADLINE_S)  # perhaps no process is left to end this one
     with suppress(AttributeError, OSError):  # Linux alone: where rank 0 ends, so does this
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
@@ -66,7 +65,7 @@ class Decision:
     """A request that another process answers, with the least claim to the processors."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        # Files without a name: pipes would have to be read beside training, named files would stay after a kill.
+        # Files without a name: pipes would have to be read during training, named files would stay after a kill.
         self._answer, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - until `close`
         root = str(Path(__file__).resolve().parents[2])
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")

@@ -1,9 +1,9 @@
-"""What steps and links are like, seen from inside a run: from marks that are taken anyway, and a few messages.
+"""Measuring steps and links inside a run: from marks that are taken anyway, and a few messages.
 
 A run cannot stop communicating to see how fast it computes. How much messages slow computation down follows from two
 plans that overlap differently: where o is how long messages are on the link while backward computes, and b how long
-backward takes, b = b₀ + (1 − 1/c)·o for both, which gives c. How much longer messages take beside computation is held
-against the links' curve.
+backward takes, b = b₀ + (1 − 1/c)·o for both, which gives c. How much longer messages take during computation is
+compared with the links' curve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from planner.documents.profile import Contention, Profile, Sample
 from planner.jobs.replanning import profile_of_run, without_contention
 from planner.online.planned_run import WARM_UP_STEPS, PlannedRun, Steps
-from planner.profile.compute import RankTimes, rank_times
+from planner.profile.compute import RankTimes, busy_times_us, rank_times
 from planner.profile.links import make_bucket, undisturbed
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
@@ -29,21 +29,21 @@ from runtime.plan.transports import LIBRARY
 from runtime.session.session import Session
 
 SMALLEST_BYTES, LARGEST_BYTES = 1024, 4 * 1024 * 1024
-"""Of messages that are sent to time them; larger ones are timed as steps send them."""
-ALONE, BESIDE = 0.1, 0.5
-"""Nothing is computed beside a message of which less than this part lies in backward; something, where more does."""
+"""Sizes of messages that are sent to time them; larger ones are timed as steps send them."""
+ALONE, WITHIN = 0.1, 0.5
+"""Share of a message within backward below which nothing is computed meanwhile, and above which something is."""
 FEWEST_SHARED = 0.05
 """Plans overlap alike where the time that messages share with backward differs by less than this part of backward."""
 US_PER_BYTE = 2e-3
-"""What a byte of a message is expected to take before one has been seen."""
+"""Expected time of a byte of a message before one has been seen."""
 MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
 MEASURED_STEPS = 20
 LINKS_SHARE, PASSES = 0.018, 3
-"""What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
+"""Share of the steps before them that timed messages may take, and the number of times that each size is sent."""
 START_UP_US = 500.0
-"""What a message is expected to take, beside the time of its bytes, before one has been seen."""
+"""Expected start-up time of a message before one has been seen."""
 
 Curve = tuple[Sample, ...]
 
@@ -53,39 +53,32 @@ class Overlap:
     """Means of some steps on one rank, with one plan."""
 
     backward_end_us: float
-    """From the start of forward."""
+    """End of backward, from the start of forward."""
     shared_us: float
-    """How long messages were on the link before that."""
+    """Time that messages were on the link before that."""
     sent_us: tuple[float, ...]
-    """By bucket; empty where that is not known."""
-    beside: tuple[float, ...]
-    """By bucket, which part of it lay before the end of backward."""
+    """Time of each bucket's message; empty where that is not known."""
+    within: tuple[float, ...]
+    """Share of each bucket's message before the end of backward."""
 
 
 @dataclass(frozen=True)
 class RankSample:
-    """What one rank saw of its last steps."""
+    """Measurements of one rank's last steps."""
 
     times: RankTimes
     busy_us: list[list[tuple[float, float]]]
-    """By step, when messages were on the link."""
+    """Times at which messages were on the link, by step."""
     overlap: Overlap
 
 
 def observe(session: Session, most: int) -> RankSample | None:
-    """Return what this rank saw of at most so many last steps; None where no step was seen whole."""
+    """Return this rank's measurements of at most `most` last steps; None where no step was seen whole."""
     clock = session.recorder.clock
     steps = complete(session.recorder.steps, clock)[-most:]
     if not steps:
         return None
-    busy_us = [
-        [
-            (clock.between_us(step.forward, sent.start), clock.between_us(step.forward, sent.end))
-            for sent in step.sent
-            if sent.start is not None and sent.end is not None
-        ]
-        for step in steps
-    ]
+    busy_us = busy_times_us(steps, clock)
     ends_us = [clock.between_us(step.forward, step.backward_end) for step in steps]
     before_us = [
         [max(0.0, min(end, until) - start) for start, end in busy] for busy, until in zip(busy_us, ends_us, strict=True)
@@ -101,7 +94,7 @@ def observe(session: Session, most: int) -> RankSample | None:
         backward_end_us=statistics.median(ends_us),
         shared_us=statistics.median(map(sum, before_us)),
         sent_us=sent_us,
-        beside=tuple(map(statistics.fmean, zip(*parts, strict=True))) if whole else (),
+        within=tuple(map(statistics.fmean, zip(*parts, strict=True))) if whole else (),
     )
     return RankSample(rank_times(steps, session.plan.gradients, clock), busy_us, overlap)
 
@@ -129,7 +122,7 @@ class LinkProbe:
         return 4 if size_bytes <= 64 * 1024 else 2 if size_bytes <= 1024 * 1024 else 1
 
     def send(self, size_bytes: int) -> None:
-        """Send messages of this size and wait for them; on a device nobody waits for the device."""
+        """Send messages of this size and wait for them; on a device, the host does not wait for it."""
         timings = [CommTiming() for _ in range(self.calls(size_bytes))]
         for timing in timings:
             self._communicator.launch(self._buckets[size_bytes].payload, timing)
@@ -144,7 +137,7 @@ class LinkProbe:
 def curve_of(sizes_bytes: Sequence[int], ranks: Sequence[Sequence[float]]) -> Curve:
     """Return the time of one message by size, from all ranks' `times_us` of whole passes over the sizes.
 
-    The rank that comes last waits for nobody, so of each `send` the shortest counts.
+    The straggler waits for no other rank, so of each `send` the shortest counts.
     """
     sent_us = np.min(np.array(ranks), axis=0).reshape(-1, len(sizes_bytes))
     calls = [LinkProbe.calls(size) for size in sizes_bytes]
@@ -152,13 +145,13 @@ def curve_of(sizes_bytes: Sequence[int], ranks: Sequence[Sequence[float]]) -> Cu
 
 
 def own_messages(sizes_bytes: Sequence[int], ranks: Sequence[Overlap]) -> dict[float, float]:
-    """Return time by size of the steps' own messages beside which nothing was computed, on the rank that came last."""
+    """Return time by size of the steps' own messages during which nothing was computed, on the straggler."""
     if not all(len(one.sent_us) == len(sizes_bytes) for one in ranks):
         return {}
     return {
         float(size): min(one.sent_us[at] for one in ranks)
         for at, size in enumerate(sizes_bytes)
-        if max(one.beside[at] for one in ranks) < ALONE
+        if max(one.within[at] for one in ranks) < ALONE
     }
 
 
@@ -204,7 +197,7 @@ def find_contention(plans: Sequence[Seen], curve: Curve) -> Contention | None:
     for plan in plans:
         if all(len(one.sent_us) == len(plan.sizes_bytes) for one in plan.ranks):
             for at, size in enumerate(plan.sizes_bytes):
-                if min(one.beside[at] for one in plan.ranks) > BESIDE:
+                if min(one.within[at] for one in plan.ranks) > WITHIN:
                     alone_us = float(np.interp(size, sizes, times_us)) * max(1.0, size / sizes[-1])
                     factors.append(min(one.sent_us[at] for one in plan.ranks) / max(alone_us, 1e-9))
     network = min(max(statistics.median(factors), 1.0), MOST_SLOWED) if factors else 1.0
@@ -218,7 +211,7 @@ def median_overlap(ones: Sequence[Overlap]) -> Overlap:
         statistics.median(one.backward_end_us for one in ones),
         statistics.median(one.shared_us for one in ones),
         tuple(map(statistics.median, zip(*(one.sent_us for one in whole), strict=True))),
-        tuple(map(statistics.median, zip(*(one.beside for one in whole), strict=True))),
+        tuple(map(statistics.median, zip(*(one.within for one in whole), strict=True))),
     )
 
 

@@ -1,4 +1,4 @@
-"""How a run without a plan begins: DDP's buckets, and what earlier runs left; rank 0's environment and cache count."""
+"""The beginning of a run without a plan: DDP's buckets, and plans of earlier runs in rank 0's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from planner.decide.sharded_step import check_allow
+from planner.decide.plan_request import check_allow
 from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
 from planner.online.ddp import ddp_plan
 from planner.profile.measuring import count_nodes
@@ -28,20 +28,20 @@ Way = Literal["off", "report", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How a run begins; but for `cache` and `other` the same on every rank."""
+    """The beginning of a run; but for `cache` and `other` the same on every rank."""
 
     way: Way
     key: Key
     plan: Plan
     """DDP's buckets, in the reverse of the parameters' order."""
     remembered: Remembered | None = None
-    """What an earlier run on rank 0's machine left."""
+    """Entry of an earlier run in rank 0's cache."""
     measured_on: int | None = None
     """Number of ranks of the run whose measurements are scaled, where nothing is remembered for as many as these."""
     cache: Cache | None = None
     """Rank 0's; None elsewhere, and where it cannot be used."""
     other: Remembered | None = None
-    """On rank 0, what the run on `measured_on` ranks left."""
+    """Entry of the run on `measured_on` ranks, on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Opener:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with this rank's environment and arguments."""
+        """Return what is wrong with this rank's environment and arguments."""
         try:
             check_allow(self.allow)
         except InputError as error:

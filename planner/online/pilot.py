@@ -52,20 +52,20 @@ class Pilot:
 
     @property
     def stage(self) -> str | None:
-        """See `PlannedRun.stage`."""
+        """Return the stage of planning; see `PlannedRun.stage`."""
         return self._run.stage
 
     @property
     def decided(self) -> Plan | None:
-        """See `Candidates.decided`."""
+        """Return the last plan that was decided on."""
         return self._candidates.decided
 
     def step_done(self) -> Plan | None:
-        """See `runtime.session.session.Director`."""
+        """Return the plan of the next step; see `runtime.session.session.Director`."""
         return next(self._course, None)
 
     def close(self) -> None:
-        """End what runs beside training."""
+        """End the process that decides."""
         self._course.close()
         self._candidates.close()
 
@@ -183,11 +183,11 @@ class Pilot:
                 continue
             shortest_us = max(min(one) for one in everyone)
             longest_us = max(max(one) for one in everyone)
+            now_us = statistics.median(max(column) for column in zip(*everyone, strict=False))
             if reference_us is None:
-                reference_us = statistics.median(max(column) for column in zip(*everyone, strict=False))
+                reference_us = now_us
                 run.remember(reference_us)
             elif shortest_us > (1.0 + DRIFT) * reference_us or longest_us < (1.0 - DRIFT) * reference_us:
-                now_us = statistics.median(max(column) for column in zip(*everyone, strict=False))
                 text = f"steps take {now_us / 1e3:.2f} ms, and took {reference_us / 1e3:.2f} ms: planned again"
                 run.tell(text, aloud=True)
                 return True

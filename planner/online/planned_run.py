@@ -1,4 +1,4 @@
-"""A run without a plan, as measuring, deciding and trying see it: its session, present plan, story and memory."""
+"""A run without a plan: its session, present plan, story and memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class PlannedRun:
         self.present: Plan = session.plan
         self.next: Plan | None = None
         self.profile: Profile | None = None
-        """What the last plan was decided from."""
+        """Profile that the last plan was decided from."""
         self.doing: tuple[str, int] | None = (FIRST_STAGE, WARM_UP_STEPS + 2)
-        """What the run does before it has something to report, and the step at which that ends."""
+        """Stage of the run before it has something to report, and the step at which that ends."""
 
     @property
     def stage(self) -> str | None:
-        """What planning does now and how many steps that still takes; None where it waits for nothing."""
+        """Return the stage of planning and the number of steps that it still takes; None where it waits for nothing."""
         if self.doing is None or self.opening.way == "off":
             return None
         what, end = self.doing
@@ -63,7 +63,7 @@ class PlannedRun:
                 LOGGER.info("planner: after %d steps: %s", self.session.step, text)
 
     def wait(self, steps: int) -> Steps[None]:
-        """Let so many more steps pass; the first one begins with the next plan where there is one."""
+        """Wait for a number of steps; the first one begins with the next plan where there is one."""
         for _ in range(steps):
             following, self.next = self.next, None
             yield following
@@ -81,8 +81,11 @@ class PlannedRun:
         return self.session.recorder.step_us(WATCHED_STEPS)
 
     def remember(self, step_us: float | None = None, *, settled: bool = True) -> None:
-        """Leave the present plan to the next run, which goes on trying where it is not `settled`; rank 0 does, and says
-        once where it cannot.
+        """Save the present plan for the next run, on rank 0, which warns once where it cannot.
+
+        Args:
+            step_us: a step with the plan; None: the last ones' median.
+            settled: whether the run has tried all that it would; the next one continues otherwise.
         """
         if self._cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
             return

@@ -12,10 +12,8 @@ from runtime.monitor.trial import Rounds, trial_steps
 from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan
 
-MAY_LOSE, LEAST_LOSS_STEPS = 0.01, 0.5
-"""Of the steps so far, how many all trials together may cost by plans that are slower; and how many of them have to be
-left for another trial to begin.
-"""
+TRIAL_BUDGET, MIN_BUDGET_STEPS = 0.01, 0.5
+"""Share of the steps so far that all trials may cost, and the steps of it that another trial needs to begin."""
 
 
 class Trials:
@@ -27,18 +25,18 @@ class Trials:
         """Cost of trials, in steps of the plans that they began with."""
 
     def try_plan(self, plan: Plan) -> Steps[list[Seen]]:
-        """Train by both plans in interleaved blocks and go on with the faster; return what was seen of the present one
-        and of the plan, nothing where a rank cannot lay the plan out.
+        """Train by both plans in interleaved blocks and keep the faster; return the measurements of the present one and
+        of the plan, nothing where a rank cannot lay the plan out.
 
         Waits until trials may cost something again.
         """
         run, lost_steps = self._run, self._lost_steps
-        left = max(0, math.ceil((lost_steps + LEAST_LOSS_STEPS) / MAY_LOSE) - run.session.step)
+        left = max(0, math.ceil((lost_steps + MIN_BUDGET_STEPS) / TRIAL_BUDGET) - run.session.step)
         run.begin_stage(f"{called(plan)} is tried", left + 2 * BLOCK_STEPS * FEWEST_ROUNDS)
         yield from run.wait(left)
         old = run.present
         rounds: Rounds = []
-        may_lose_steps = MAY_LOSE * run.session.step - lost_steps
+        may_lose_steps = TRIAL_BUDGET * run.session.step - lost_steps
         seen: dict[bool, list[Overlap]] = {True: [], False: []}
 
         def verdict_on(found: Rounds) -> Verdict | None:

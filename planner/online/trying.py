@@ -13,8 +13,8 @@ from runtime.monitor.verdict import BLOCK_STEPS, Verdict, half_interval
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 8
 MOST_SIZES = 4
 """Trials of other numbers of buckets."""
-APART = 1.25
-"""How many times as many buckets a trial has at the least."""
+MIN_BUCKET_RATIO = 1.25
+"""Minimum ratio of bucket counts between two trials."""
 
 
 def judge(
@@ -48,8 +48,8 @@ def judge(
 
 
 def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator[int, bool, None]:
-    """Give numbers of buckets to try: the fewest, with which little is sent beside compute; then fewer ones than the
-    best so far while that is faster, then more.
+    """Give numbers of buckets to try: the fewest, with which little is sent during compute; then fewer ones than the
+    best so far while that is faster, then more, then those that the way to more has left out.
 
     Is sent whether the one that it gave was faster.
 
@@ -61,14 +61,16 @@ def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator
     counts = sorted(count for count, ratio in predicted.items() if ratio <= 1.0 + off)
     best, tried = present, {present}
     fewest = min(counts, default=present)
-    if present >= APART * fewest:
+    if present >= MIN_BUCKET_RATIO * fewest:
         tried.add(fewest)
         if (yield fewest):
             best = fewest
-    for fewer in (True, False):
+    for fewer in (True, False, True):
         while len(tried) <= MOST_SIZES:
-            further = [one for one in counts if one not in tried]
-            further = [one for one in further if (best >= APART * one if fewer else one >= APART * best)]
+            slower = max((one for one in tried if one < best), default=0)
+            further = [one for one in counts if one > slower and one not in tried]
+            least = MIN_BUCKET_RATIO
+            further = [one for one in further if (best >= least * one if fewer else one >= least * best)]
             if not further:
                 break
             following = max(further) if fewer else min(further)

@@ -19,13 +19,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from planner.ir import TIE, Schedule
+from planner.ir import Schedule
 from planner.model.codecs import DENSE_FORM, LOSSY, CodecModel, Form, Steps, TopK, Wire, compression
 from planner.model.compression import Limits, make_limits, partially_protected_boundaries
-from planner.model.modes import step_us
+from planner.model.modes import best_of, step_us
 from planner.model.problem import Problem
-from planner.model.replay import Candidate
-from planner.passes.base import Frontier, Pass, Point, Result
+from planner.model.replay import Candidate as Choice
+from planner.passes.base import Candidate, Frontier, Pass, Point
 from planner.passes.topology import known_stops
 from planner.search.forms import FlatForms, LinkForms
 from planner.search.labels import least_ends_us
@@ -50,7 +50,7 @@ MAX_DENSITIES = 32
 MAX_RANK = 4
 
 MAX_PLACES = 200
-"""Places that labels look at where gradients are more, beside boundaries of known schedules."""
+"""Places that labels look at where gradients are more, besides boundaries of known schedules."""
 CONTENDED_LABELS = 8
 """Labels of a prefix where compute and network slow each other down: what they give is only where to begin then."""
 FEW = 300
@@ -63,23 +63,23 @@ class Joint(Pass):
     accuracy: ClassVar[Accuracy] = "bounded"
 
     max_ratio: float = 0.0
-    """The largest ratio of elements to those that travel; 0: 1000, and 250 for recurrent and embedding layers."""
+    """The largest ratio of elements to those that are sent; 0: 1000, and 250 for recurrent and embedding layers."""
     protect: str = ""
-    """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
+    """Names that are sent whole, as patterns separated by `|`; with `none`, biases and norms need not."""
     densities: str = DENSITIES
     """Shares of elements that a bucket may send, separated by `|`."""
     compress: str = ""
-    """How, names of `COMPRESS` separated by `|`; by default `wire`, whose cost in accuracy is the least."""
+    """Allowed encodings: names of `COMPRESS` separated by `|`; by default `wire`, which costs the least accuracy."""
     max_rank: int = 0
     """The largest rank of products in place of matrices; 0: 4."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """The schedule of the least compression within 2 % of the best one found; never worse than the one given."""
+    def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
+        """Return the schedule of the least compression within 2 % of the best one; never worse than the one given."""
         frontier = self.frontier(schedule, problem)
-        return Result(schedule=frontier.chosen.schedule, frontier=frontier)
+        return Candidate(schedule=frontier.chosen.schedule, frontier=frontier)
 
     def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
-        """The best schedule for each form, from the least to the most compression, beginning with the one given."""
+        """Return the best schedule for each form, from the least to the most compression; the given one comes first."""
         limits = make_limits(problem, self.max_ratio or None, self.protect)
         steps = Steps(parse_densities(self.densities), check_max_rank(self.max_rank or MAX_RANK))
         compressed = [form for codec in LOSSY if codec in self.codecs for form in codec.forms(problem, limits, steps)]
@@ -118,14 +118,14 @@ def check_compress(names: str) -> Codecs:
 
 
 def check_max_rank(value: int, where: str = "--max-rank") -> int:
-    """The largest rank allowed; raises InputError where it is none."""
+    """Return the largest rank allowed. Raises InputError where it is none."""
     if not isinstance(value, int) or not 1 <= value <= LARGEST_RANK:
         raise InputError(f"{where}: found {value!r}, expected a whole number from 1 to {LARGEST_RANK}, such as 4")
     return value
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
-    """Ratios, ascending, of densities such as `0.25|0.01`.
+    """Return ratios, ascending, of densities such as `0.25|0.01`.
 
     Raises:
         InputError: none, too many, or one outside (0, 1].
@@ -176,18 +176,21 @@ def _frontier(problem: Problem, given: Schedule, limits: Limits, ladder: tuple[F
 def _point(
     problem: Problem, forms: FlatForms, tables: BucketTables, allowed: int, before: Point, limits: Limits
 ) -> tuple[Point, SearchResult | None]:
-    """The best with the first `allowed` forms beside dense, and what two kinds of link gave; `before` is one short."""
+    """Return the best with dense and the first `allowed` forms, and the result on intra-node and inter-node links.
+
+    `before` is the point with one form less.
+    """
     ladder, fixed = forms.forms[: allowed + 1], [before.schedule]
     if isinstance(ladder[-1].codec, TopK):
         fixed.append(layer_wise(problem, np.minimum(limits.ratios, ladder[-1].ratio), by_layer=True))
     # Every gradient in one bucket (SLGS by layer), and the buckets known so far, in each form.
     cuts = [(problem.count,), *known_stops([before.schedule])]
     choices = [tuple((stop, form) for stop in stops) for stops in cuts for form in range(allowed + 1)]
-    starts: list[Candidate] = [choice for choice in choices if forms.of(choice) is not None]
+    starts: list[Choice] = [choice for choice in choices if forms.of(choice) is not None]
     known = [forms.schedule(choice) for choice in starts]
     exact = False
     if problem.contended:
-        # Labels know of no contention: messages are slowed by what was measured at the least and at the most.
+        # Labels know of no contention: messages are slowed by the least and the most that was measured.
         measured = [by_size for by_size in (problem.contention.by_size, problem.contention.gathers_by_size) if by_size]
         for factor in sorted({1.0, problem.contention.network, *(by_size[0][2] for by_size in measured)}):
             slowed = replace(tables, cost_us=tables.cost_us * factor)
@@ -216,7 +219,7 @@ def _point(
 
 
 def _has_cost(problem: Problem, form: Form) -> bool:
-    """Return whether the cluster has costs for a form on two kinds of link."""
+    """Return whether the cluster has costs for a form on intra-node and inter-node links."""
     try:
         return form.codec.has_cost(problem, form)
     except InputError:
@@ -224,14 +227,10 @@ def _has_cost(problem: Problem, form: Form) -> bool:
 
 
 def _least(problem: Problem, schedules: Sequence[Schedule]) -> Schedule:
-    """The shortest step, then the least compression, fewest buckets, earliest boundaries."""
-    unique = list(dict.fromkeys(schedules))
-    times_us = [step_us(problem, schedule) for schedule in unique]
-    limit_us = min(times_us) * (1.0 + TIE)
-    equals = [schedule for schedule, time_us in zip(unique, times_us, strict=True) if time_us <= limit_us]
+    """Return the schedule of the shortest step, then the least compression, fewest buckets, earliest boundaries."""
 
     def order(schedule: Schedule) -> tuple[float, float, int, tuple[int, ...]]:
         largest, densities = compression(problem, schedule.buckets)
         return largest, round(densities, 6), len(schedule.buckets), tuple(b.gradients[-1] for b in schedule.buckets)
 
-    return min(equals, key=order)
+    return best_of(problem, schedules, order)

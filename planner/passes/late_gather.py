@@ -1,4 +1,4 @@
-"""Gather weights beside the next forward instead of inside the optimizer's step (DeAR, Zhang et al., INFOCOM 2023, but
+"""Gather weights during the next forward instead of inside the optimizer's step (DeAR, Zhang et al., ICDCS 2023, but
 with an update by owners, as ZeRO-1), with buckets and groups of gathers chosen together.
 
 Legal for exact plans: what is gathered is what the step without it gathers, and no layer runs before its weights are
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from planner.ir import Schedule, Synchronous
 from planner.model.forward import needs
-from planner.model.modes import step_us
+from planner.model.modes import best_of, step_us
 from planner.model.modes.late_gather import (
     LateGather,
     by_need,
@@ -37,17 +37,17 @@ from planner.model.modes.sharded import (
     own_update_us,
     pull_us,
     push_us,
+    replicated_bytes,
     sharded_bytes,
 )
 from planner.model.problem import Problem
 from planner.model.step import Overlap
-from planner.passes.base import GAIN, Bound, Pass, Result
-from planner.passes.merge import best_of
+from planner.passes.base import Bound, Candidate, Pass
+from planner.passes.select import select
 from planner.search.local_search import local_search
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.merge_contended import improve, merge_contended
 from planner.search.two_windows import TwoWindows, TwoWindowSolution, cuts_of, two_windows
-from runtime.errors import InputError
 from runtime.plan.interfaces import LATE_GATHER
 
 WHEN = ("auto", "always", "never")
@@ -59,6 +59,8 @@ WORK = 1_500
 
 @dataclass(frozen=True, kw_only=True)
 class LateGathers(Pass):
+    """Gathers of weights during the next forward."""
+
     name: ClassVar[str] = "late_gather"
     decides_update: ClassVar[bool] = True
     interface: ClassVar[str] = LATE_GATHER
@@ -66,39 +68,36 @@ class LateGathers(Pass):
     when: str = "auto"
     """`auto`: where the step is 2 % shorter; `always` where the optimizer's step can be shared; `never`."""
     memory_mib: float = 0.0
-    """What each rank has for weights, gradients, the optimizer's state and activations; 0: what the profile says."""
+    """Memory of a rank for weights, gradients, the optimizer's state and activations; 0: that of the profile."""
 
-    def __post_init__(self) -> None:
-        if self.when not in WHEN:
-            raise InputError(
-                f"--passes: late_gather{{when={self.when}}}: expected one of: {', '.join(WHEN)}; correct it"
-            )
+    known_values: ClassVar = {"when": WHEN}
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """The schedule with weights gathered beside forward, where that pays; as it was, where it does not."""
+    def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
+        """Return the schedule with all-gathers during the next forward where that pays, else the given one."""
+        shares = schedule.mode.shares_update
+        present = Candidate(
+            schedule=schedule,
+            memory_bytes=sharded_bytes(problem, schedule) if shares else replicated_bytes(problem),
+        )
         if self.when == "never" or not can_share(problem) or schedule.unshared.mode != Synchronous():
-            return Result(schedule=schedule)
+            return present
         found = late_gathers(problem)
-        chosen = found.schedule
-        if schedule.mode.shares_update:  # what is sent in the step, sent later
-            chosen = best_of(problem, [chosen, by_need(problem, replace(schedule, mode=LateGather()))])
-        if self.when == "auto":
-            pays = step_us(problem, chosen) <= step_us(problem, schedule) * (1.0 - GAIN)
-            if not (pays and costs_known(problem) and self.fits(schedule, chosen, problem)):
-                return Result(schedule=schedule)
-        return Result(schedule=chosen, bound=found.bound)
-
-    def fits(self, schedule: Schedule, found: Schedule, problem: Problem) -> bool:
-        """Whether it fits into a rank's memory, or takes no more than the schedule that it is to replace."""
-        has, takes = memory_bytes(problem, self.memory_mib), needed_bytes(problem, found)
-        if has is None or takes is None or takes <= has:
-            return True
-        before = sharded_bytes(problem, schedule) if schedule.mode.shares_update else None
-        return before is not None and takes <= before
+        best = found.schedule
+        if shares:  # what is gathered in the step, gathered later
+            best = best_of(problem, [best, by_need(problem, replace(schedule, mode=LateGather()))])
+        late = Candidate(
+            schedule=best,
+            bound=found.bound,
+            memory_bytes=needed_bytes(problem, best),
+            measured=costs_known(problem),
+            required=self.when == "always",
+        )
+        chosen, _ = select(problem, [present, late], memory_bytes(problem, self.memory_mib))
+        return chosen if shares else replace(chosen, replicated=schedule)
 
 
 def needed_bytes(problem: Problem, schedule: Schedule) -> int | None:
-    """What a rank holds; None where the optimizer's state is not known."""
+    """Return the memory of a rank with late gathers; None where the optimizer's state is not known."""
     largest = max(problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets]))
     before = sharded_bytes(problem, schedule)
     return None if before is None else before - int(largest) + largest_bytes(problem, schedule)
@@ -106,11 +105,11 @@ def needed_bytes(problem: Problem, schedule: Schedule) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best schedule with gathers beside forward, and what is known of others."""
+    """The best schedule with gathers during forward, and what is known of others."""
 
     schedule: Schedule
     solution: TwoWindowSolution
-    """On a machine where compute and network do not slow each other down."""
+    """The solution without contention."""
     bound: Bound
     proven: bool
     """Whether no other choice of buckets, groups and order has a shorter step."""
@@ -118,7 +117,7 @@ class Found:
 
 @lru_cache(maxsize=4)  # the pass asks, and what a plan says of it
 def late_gathers(problem: Problem) -> Found:
-    """Search; needs an optimizer whose step can be shared only where the schedule is to be run."""
+    """Search for the best late gathers; that the optimizer's step can be sharded is needed to execute them alone."""
     windows = windows_of(problem)
     solution = two_windows(windows, known_stops(problem))
     schedule = by_need(problem, of_stops(solution.buckets, solution.groups))
@@ -130,7 +129,7 @@ def late_gathers(problem: Problem) -> Found:
 
 
 def windows_of(problem: Problem) -> TwoWindows:
-    """The arrays that the search works on; flags of used gradients, behind the last bucket, are left out."""
+    """Return the arrays that the search works on; flags of used gradients, behind the last bucket, are left out."""
     scatter = partial(problem.range_time_us, partial(push_us, problem))
     gather = partial(problem.range_time_us, partial(pull_us, problem))
     return TwoWindows.of(problem.ready_us, scatter, needs(problem).need_us, gather, problem.forward_us)
@@ -138,12 +137,12 @@ def windows_of(problem: Problem) -> TwoWindows:
 
 @lru_cache(maxsize=4)  # `shard_updates` asks, too
 def scatter_stops(problem: Problem) -> tuple[int, ...]:
-    """Buckets of which reduce-scatters end earliest, were gathers free."""
+    """Return the buckets whose reduce-scatters end earliest."""
     return merge_exact(MergeProblem.of(problem, partial(push_us, problem), non_decreasing=False)).stops
 
 
 def known_stops(problem: Problem) -> list[tuple[int, ...]]:
-    """Buckets that plans without late gathers might have: never worse than with these."""
+    """Return buckets that plans without late gathers might have: results are never worse than with these."""
     return [(problem.count,), merge_exact(MergeProblem.of(problem, problem.cost.all_reduce, False)).stops]
 
 
@@ -166,7 +165,7 @@ def _bound(problem: Problem, solution: TwoWindowSolution, *, proven: bool) -> Bo
 
 
 def _least_us(problem: Problem, compute_us: float, messages_us: float) -> float:
-    """No window with so much computation and so much to send, each alone on the machine, takes less.
+    """Return a lower bound on a window with these times of computation and of messages, each without contention.
 
     While both are busy for x, compute advances by x/c and messages by x/n. So without a gap the window takes
     compute + messages + x·(1 − 1/c − 1/n), where x/c is at most all computation and x/n all messages. Less if c and n
@@ -182,7 +181,7 @@ def _least_us(problem: Problem, compute_us: float, messages_us: float) -> float:
 
 
 def _contended(problem: Problem, windows: TwoWindows, schedule: Schedule) -> Schedule:
-    """The best found where compute and network slow each other down; never worse than `schedule`."""
+    """Return the best found where compute and network slow each other down; never worse than `schedule`."""
     overlap, scatters = Overlap.of(problem), windows.scatters
     starts = [schedule]
     buckets = merge_contended(scatters, overlap, 16, [scatter_stops(problem)])

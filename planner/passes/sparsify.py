@@ -2,7 +2,7 @@
 
 Legal for bounded plans: what is left out of a step stays in a residual and is sent later. Asks the cost model for the
 all-reduce of each layer, and for selection, gather and unpacking of its elements. Biases and normalization layers
-travel whole.
+are sent whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from planner.ir import TIE, Schedule
 from planner.model.codecs import TopK
 from planner.model.modes import step_us
 from planner.model.problem import Problem
-from planner.passes.base import Pass, Result
+from planner.passes.base import Candidate, Pass
 from planner.passes.joint import Codecs, Joint
 from planner.search.lags import layer_wise
 from runtime.plan import Accuracy
@@ -26,19 +26,19 @@ class Sparsify(Pass):
     accuracy: ClassVar[Accuracy] = "bounded"
 
     max_ratio: float = 0.0
-    """The largest ratio of elements to those that travel; 0: 1000, and 250 for recurrent and embedding layers."""
+    """The largest ratio of elements to those that are sent; 0: 1000, and 250 for recurrent and embedding layers."""
     protect: str = ""
-    """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
+    """Names that are sent whole, as patterns separated by `|`; with `none`, biases and norms need not."""
 
     @property
     def codecs(self) -> Codecs:
         return frozenset({TopK})
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """Eq. 19's buckets where they make the step shorter, else the schedule as it was."""
+    def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
+        """Return Eq. 19's buckets where they make the step shorter, else the schedule as it was."""
         frontier = Joint(max_ratio=self.max_ratio, protect=self.protect, compress=TopK.option).frontier(
             schedule, problem
         )
         found = layer_wise(problem, frontier.limits, by_layer=True)
         shorter = step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE)
-        return Result(schedule=found if shorter else schedule, frontier=frontier)
+        return Candidate(schedule=found if shorter else schedule, frontier=frontier)

@@ -1,8 +1,8 @@
-"""Flat, by a 2D-torus or by trees for each bucket, and which buckets, on a cluster with two kinds of link.
+"""Buckets, each flat, by a 2D-torus or by trees, on a cluster with intra-node and inter-node links.
 
 Legal for exact plans: a torus and trees sum what a flat all-reduce does, in another order. Asks the cost model for all
 of them over ranges of gradients; buckets may be inside nodes and between them at the same time. Elsewhere, and where
-the cluster has no costs for both kinds of link, the schedule stays as it is. Source of the torus: Mikami et al., 2018;
+the cluster lacks costs of one of them, the schedule stays as it is. Source of the torus: Mikami et al., 2018;
 of the trees: Sanders, Speck, Träff, 2009.
 """
 
@@ -14,9 +14,10 @@ from itertools import pairwise
 from typing import ClassVar
 
 from planner.ir import Schedule
+from planner.model.modes import best_of
 from planner.model.problem import Problem
-from planner.passes.base import Pass, Result
-from planner.passes.merge import best_of, merge_without_contention
+from planner.passes.base import Candidate, Pass
+from planner.passes.merge import merge_without_contention
 from planner.search.forms import LinkForms
 from planner.search.links import SearchResult, climb, search
 from planner.search.tables import dense_transports, forms_on_links, has_two_links
@@ -28,27 +29,27 @@ class Topology(Pass):
     name: ClassVar[str] = "topology"
 
     climbs: int = 3
-    """From how many of the best known schedules boundaries and forms are moved."""
+    """Number of the best known schedules from which boundaries and forms are moved."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """The best found; never worse than the one given."""
+    def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
+        """Return the best schedule found; never worse than the one given."""
         if not has_two_links(problem):
-            return Result(schedule=schedule)
+            return Candidate(schedule=schedule)
         candidates = [schedule, torus_2d(problem), *links_without_contention(problem, self.climbs).schedules]
         if problem.contended:  # where what is given knows more of contention than the labels do
             forms = LinkForms(problem, forms_on_links((), dense_transports(problem)))
             candidates += climb(forms, known_stops([schedule]), self.climbs)
-        return Result(schedule=best_of(problem, candidates))
+        return Candidate(schedule=best_of(problem, candidates))
 
 
 @lru_cache(maxsize=4)
 def links_without_contention(problem: Problem, climbs: int) -> SearchResult:
-    """The best exact buckets that are known where nothing slows anything else. Kept: pass and certificate ask.
+    """Return the best exact buckets that are known without contention; cached for pass and certificate.
 
     `climbs` has no default, for a cache takes a call that leaves it to one for another call.
 
     Raises:
-        InputError: no costs for both kinds of link; see `has_two_links`.
+        InputError: costs of intra-node or inter-node links are missing; see `has_two_links`.
     """
     forms = LinkForms(problem, forms_on_links((), dense_transports(problem)))
     flat = Schedule.from_boundaries(merge_without_contention(problem).stops)
@@ -56,7 +57,7 @@ def links_without_contention(problem: Problem, climbs: int) -> SearchResult:
 
 
 def known_stops(schedules: list[Schedule]) -> list[tuple[int, ...]]:
-    """Where buckets of consecutive gradients stop; schedules with others are left out."""
+    """Return the boundaries of schedules whose buckets are consecutive gradients; others are left out."""
     found = []
     for schedule in schedules:
         sizes = [len(bucket.gradients) for bucket in schedule.buckets]

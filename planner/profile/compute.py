@@ -1,9 +1,9 @@
 """Times of one step without overlap: forward, the readiness of each gradient, update; on all ranks at once.
 
 The step runs with the runtime's own hooks, so that what they cost (copying each gradient into its bucket, the
-exchange of buffers) is in the figures. The gradients themselves are not sent. When backward has ended
-one message goes round all ranks instead: it leaves the caches as training does, and without it forward and update
-were up to a quarter too fast.
+exchange of buffers) is in the figures. The gradients themselves are not sent. When backward has ended all ranks
+exchange one message instead: it leaves the caches as training does, and without it forward and update were up to a
+quarter too fast.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from planner.documents.profile import ComputeIntervals, ComputeProfile, Gradient, Interval
-from planner.profile.links import make_bucket, timed_us
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench
+from planner.profile.links import make_bucket
 from planner.profile.request import REPEATS, Phases
 from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming, Communicator, Payload, nothing
-from runtime.comm.world import World
 from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
@@ -38,22 +37,22 @@ from runtime.session.session import Session
 from runtime.sparse.compressors.powersgd import matrix_shape
 
 WARM_UP_STEPS, WARM_UP_S = 3, 10.0
-"""Steps that do not count: so many, or fewer where they take longer than this."""
+"""Number of steps that do not count, and the seconds after which fewer do."""
 MIN_REPEATS, MAX_REPEATS = 5, 40
 BUDGET_S = 6.0
-"""What the repeats may take in all, once there are enough of them."""
+"""Seconds that all repeats may take, once there are enough of them."""
 LONG_S, LONG_REPEATS = 30.0, 3
-"""Where the fewest repeats would take longer than this, even fewer have to do."""
+"""Seconds beyond which the fewest repeats are fewer still, and their number."""
 STEADY = 0.1
-"""Where the quartiles of the step are further apart than this share of it, the repeats are done again …"""
+"""Share of the step by which its quartiles may differ; if they differ by more, the repeats are made again."""
 MOST_TIMES = 4
-"""… so often in all, as far as the budget allows. Those that differ least count: others had something beside them."""
+"""Most times that repeats are made. Those that differ least count: others were disturbed."""
 
 MESSAGE_BYTES = 32 * 1024 * 1024
 """Largest message after backward: more than caches hold."""
 FIRST_MESSAGE_BYTES, LEAST_MESSAGE_BYTES = 1024 * 1024, 64 * 1024
 MESSAGE_S = 0.3
-"""What it may take; on a slow network a smaller one has to do."""
+"""Seconds that it may take; on a slow network it is smaller."""
 
 GROUP = 8
 """Gradients per bucket while computation is measured."""
@@ -63,19 +62,38 @@ Step = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
+class Training:
+    """A model with a step that trains it."""
+
+    model: nn.Module
+    step: Step
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return the trained parameters by canonical name."""
+        return trainable_parameters(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the parameters."""
+        return next(iter(self.parameters.values())).device
+
+
+@dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured in every repeat, from the start of forward but for the update."""
+    """Times of every repeat on one rank, in microseconds, from the start of forward but for the update."""
 
     forward_us: list[float]
     update_us: list[float]
-    """From the last averaged gradient to the end of the optimizer's step; empty without an optimizer."""
+    """Time from the last averaged gradient to the end of the optimizer's step; empty without an optimizer."""
     ready_us: dict[str, list[float]]
-    """By parameter; NaN in repeats that gave it no gradient."""
+    """Readiness by parameter; NaN in repeats that gave it no gradient."""
     backward_end_us: list[float]
 
 
 def measuring_plan(model: nn.Module, ranks: int) -> Plan:
-    """Return a plan for a session that only measures: in buckets of a usual number of gradients."""
+    """Return a plan for a session that only measures, in buckets of a usual number of gradients."""
     names = tuple(reversed(trainable_parameters(model)))
     groups = [names[first : first + GROUP] for first in range(0, len(names), GROUP)]
     return Plan(
@@ -89,8 +107,8 @@ def measuring_plan(model: nn.Module, ranks: int) -> Plan:
 class OwnMessages:
     """A communicator that fills the session's buckets and does not send them, but messages of its own."""
 
-    def __init__(self, world: World, device: torch.device, kinds: Iterable[Transport]) -> None:
-        self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in kinds], device)
+    def __init__(self, bench: Bench, kinds: Iterable[Transport]) -> None:
+        self._inner = make_communicator(bench.world, [COLLECTIVES[kind] for kind in kinds], bench.device)
         self.close = self._inner.close
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
@@ -98,33 +116,32 @@ class OwnMessages:
         prepare()
 
     def wait(self, until: CommTiming | None = None) -> None:
-        """See `Communicator.wait`."""
+        """Block until the messages that were sent have completed."""
         self._inner.wait()
 
 
 class AfterBackward(OwnMessages):
     """Sends one message when backward has ended."""
 
-    def __init__(self, world: World, device: torch.device, size_bytes: int) -> None:
-        super().__init__(world, device, [LIBRARY])
-        self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
+    def __init__(self, bench: Bench, size_bytes: int) -> None:
+        super().__init__(bench, [LIBRARY])
+        self._bucket = make_bucket(size_bytes, bench.device, "the message behind a measured step")
 
     def wait(self, until: CommTiming | None = None) -> None:
-        """See `Communicator.wait`."""
+        """Send the message and block until it has completed."""
         self._inner.launch(self._bucket.payload, CommTiming())
         super().wait(until)
 
 
-def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
-    """Return one whose message has the model's size, or less where that takes long; a small one says how long."""
-    if world.group is None:
+def _make_communicator(bench: Bench, training: Training) -> Communicator | None:
+    """Return one whose message has the model's size, or less if that takes long; a small message is timed first."""
+    if bench.world.group is None:
         return None
-    parameters = list(trainable_parameters(model).values())
-    most_bytes = min(MESSAGE_BYTES, sum(p.numel() * p.element_size() for p in parameters))
+    most_bytes = min(MESSAGE_BYTES, sum(p.numel() * p.element_size() for p in training.parameters.values()))
     size_bytes, tried = min(FIRST_MESSAGE_BYTES, most_bytes), False
     while True:
-        communicator = AfterBackward(world, parameters[0].device, size_bytes)
-        took_s = max(world.gather(timed_us(communicator.wait, parameters[0].device) / 1e6, "timing a message"))
+        communicator = AfterBackward(bench, size_bytes)
+        took_s = max(bench.world.gather(bench.timed_us(communicator.wait) / 1e6, "timing a message"))
         fitting_bytes = min(most_bytes, max(LEAST_MESSAGE_BYTES, int(size_bytes * MESSAGE_S / took_s)))
         if fitting_bytes == size_bytes or (tried and took_s <= MESSAGE_S):
             return communicator
@@ -135,36 +152,38 @@ def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
 class StepRunner:
     """Runs a step under a measuring session."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World,
-        communicator: Communicator | None = None,
-    ) -> None:  # fmt: skip
-        self._model, self._optimizer, self._step, self._world = model, optimizer, step, world
+    def __init__(self, training: Training, bench: Bench, communicator: Communicator | None = None) -> None:
+        self._training, self._world = training, bench.world
         options = AttachOptions(communicate=False, drift=False, guard=False)
-        self.session = Session(model, optimizer, measuring_plan(model, world.ranks), world, options)
+        plan = measuring_plan(training.model, bench.world.ranks)
+        self.session = Session(training.model, training.optimizer, plan, bench.world, options)
         if communicator is not None:
             self.session.use_communicator(communicator)
         self.clock = self.session.recorder.clock
         self.session.recorder.each_gradient = True
 
     def run(self) -> StepMarks:
-        """Run one step, begun by all ranks together: as training does, from taking the gradients away to the update,
-        which leaves the caches as it leaves them there. Forward begins with the step.
+        """Run one step, which all ranks begin together, from resetting the gradients to the update.
+
+        Caches are left as training leaves them. Forward begins with the step.
+
+        Raises:
+            InputError: the step gives no parameter a gradient, or the optimizer's step raises.
         """
         self._world.gather(None, "starting a step together")
         recorder = self.session.recorder
         recorder.steps.clear()
         begun = self.clock.mark()
-        for parameter in self._model.parameters():
+        for parameter in self._training.model.parameters():
             parameter.grad = None
-        self._step(recorder.loss_ready)
+        self._training.step(recorder.loss_ready)
         if not recorder.steps:
             raise InputError(
                 "the step gave no trainable parameter a gradient; expected one forward and backward of the model"
             )
-        if self._optimizer is not None:
+        if self._training.optimizer is not None:
             try:
-                self._optimizer.step()
+                self._training.optimizer.step()
             except (TypeError, ValueError, RuntimeError) as error:
                 raise InputError(
                     f"optimizer.step() raised {type(error).__name__}: {error}; expected a step without arguments"
@@ -176,23 +195,17 @@ class StepRunner:
         return marks
 
     def close(self) -> None:
-        """Take the hooks off; the world stays."""
+        """Remove the hooks; the world stays."""
         self.session.detach(leave=False)
 
 
-def measure_compute(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    step: Step,
-    world: World,
-    progress: Progress,
-    phases: Phases,
-) -> list[RankTimes]:
+def measure_compute(training: Training, bench: Bench, phases: Phases) -> list[RankTimes]:
     """Return every rank's times; the model and the optimizer change (see `runtime.monitor.preserve`).
 
-    Repeats that differ much are done again, and those that differ least count. The budget begins after the first ones.
+    Repeats that differ much are made again, and those that differ least count. The budget begins after the first ones.
     """
-    runner = StepRunner(model, optimizer, step, world, communicator=_make_communicator(world, model))
+    world, progress = bench.world, bench.progress
+    runner = StepRunner(training, bench, _make_communicator(bench, training))
     found: list[list[RankTimes]] = []
     try:
         each_s = spent_s = 0.0
@@ -222,7 +235,7 @@ def measure_compute(
 
 
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:
-    """Return what the marks of some steps say; `names` are the gradients' in the order of the session's plan."""
+    """Return the times between the marks of some steps; `names`: of gradients, in the order of the session's plan."""
     between = clock.between_us
     ready: dict[str, list[float]] = {}
     for position, name in enumerate(names):
@@ -237,6 +250,18 @@ def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -
     )
 
 
+def busy_times_us(marks: Sequence[StepMarks], clock: Clock) -> list[list[tuple[float, float]]]:
+    """Return begin and end of each message on the link, by step, in microseconds from the start of forward."""
+    return [
+        [
+            (clock.between_us(mark.forward, sent.start), clock.between_us(mark.forward, sent.end))
+            for sent in mark.sent
+            if sent.start is not None and sent.end is not None
+        ]
+        for mark in marks
+    ]
+
+
 def step_times_us(ranks: Sequence[RankTimes]) -> NDArray[np.float64]:
     """Return forward, backward and update of each repeat on the rank that took longest. Shape (repeats,)."""
     updates = min(len(rank.update_us) for rank in ranks)
@@ -246,13 +271,13 @@ def step_times_us(ranks: Sequence[RankTimes]) -> NDArray[np.float64]:
 
 
 def spread_of(ranks: Sequence[RankTimes]) -> float:
-    """Return how far apart the quartiles of the step are, as a share of it."""
+    """Return the distance of the quartiles of the step, as a share of its median."""
     times_us = step_times_us(ranks)
     return _spread(times_us) / max(float(np.median(times_us)), 1e-9)
 
 
 def matrix_of(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """Return the (rows, columns) of which products could take the place; None where it has one dimension."""
+    """Return the (rows, columns) that low-rank factors could replace; None for a parameter of one dimension."""
     rows, columns = matrix_shape(parameter)
     return (rows, columns) if min(rows, columns) > 1 else None
 
@@ -263,8 +288,11 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
     A collective begins when its last rank has come, and which rank that is changes from step to step. So a gradient
     counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. The update is
     what it adds to that of the end of backward: between two collectives each rank has one of both, one after the other.
-    Forward is a median over ranks and repeats. Of the trained `parameters`, by canonical name, one that got no gradient
-    on any rank is not in it.
+    Forward is a median over ranks and repeats.
+
+    Args:
+        ranks: the times of each rank.
+        parameters: the trained ones by canonical name; those without a gradient on any rank are left out.
     """
     order = {name: position for position, name in enumerate(reversed(list(parameters)))}
     everywhere = {name: _latest([r.ready_us[name] for r in ranks if name in r.ready_us]) for name in parameters}
@@ -309,7 +337,7 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
 
 
 def _latest(ranks: Sequence[ArrayLike]) -> NDArray[np.float64]:
-    """Return the latest rank's time of each repeat; NaN where none has one. Shape (repeats,), or (0,) of no ranks."""
+    """Return the latest rank's time of each repeat; NaN if none has one. Shape (repeats,), or (0,) without ranks."""
     return np.fmax.reduce(np.array(ranks, dtype=np.float64), axis=0) if ranks else np.empty(0)
 
 
@@ -324,5 +352,5 @@ def _quartiles(values: NDArray[np.float64]) -> Interval:
 
 
 def _round(time_us: float) -> float:
-    """Nanoseconds: no clock here is finer."""
+    """Round to nanoseconds: no clock here is finer."""
     return round(time_us, 3)

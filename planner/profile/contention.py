@@ -1,4 +1,4 @@
-"""How much backward and communication slow each other down, measured with both at once, by the size of messages.
+"""Contention: the factors by which backward and communication slow each other down, by the size of messages.
 
 A step runs while messages of one kind and size are in flight, back to back, from its first gradient on: all-reduces, or
 gathers of selected elements. From how many of them have passed when backward ends, how long that takes, and how long
@@ -17,27 +17,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from planner.documents.profile import ComputeProfile, Contention, SizeFactors
-from planner.profile.compute import OwnMessages, Step, StepRunner
+from planner.profile.bench import Bench
+from planner.profile.compute import OwnMessages, StepRunner, Training
 from planner.profile.links import make_bucket
-from planner.profile.progress import Progress
 from planner.profile.request import ALL_GATHER, ALL_REDUCE
 from runtime.comm.collectives.direct import Packed
 from runtime.comm.communicator import CommTiming, Payload
-from runtime.comm.world import World
 from runtime.monitor.clock import Clock
 from runtime.plan.transports import FLAT, LIBRARY
 
 MAX_ROUNDS = 15
 LEAST_ROUNDS = (3, 2, 1)
-"""For so many rounds there has to be time, of as many sizes as possible; where there is none for a single size, for
-fewer rounds."""
+"""Number of rounds that there has to be time for, with as many sizes as possible; the next one if there is no time for
+a single size."""
 PROBING = 0.25
-"""Share of the budget that may be spent on finding out how long messages take."""
+"""Share of the budget for finding out how long messages take."""
 STEPS_PER_SIZE = 2.5
-"""What a size takes in a round, in steps: messages alone, then a step that they slow down."""
+"""Time of a size in a round, in steps: messages alone, then a step that they slow down."""
 SHARE = 0.8
 """Part of backward that the messages are meant to fill if nothing slows them."""
 MIN_BACKWARD_US = 500.0
@@ -46,85 +44,109 @@ KINDS = {ALL_REDUCE: LIBRARY, ALL_GATHER: FLAT}
 """Names of samples with the transports that are timed."""
 GROWTH = 8
 SIZES = tuple(1024 * GROWTH**power for power in range(5))
-"""Message bytes, of gathers those of all ranks; left out are those that are larger than the model, or of which two do
-not fit beside backward."""
+"""Bytes of a message, of gathers those of all ranks. Sizes are left out that are larger than the model, or whose
+messages take longer than half of backward."""
 PROBES, PROBE_MESSAGES, MAX_MESSAGES = 3, 4, 64
 LEAST_SHARE, LEAST_MESSAGES = 0.1, 0.5
-"""Of backward, and how many messages, that count as done while both were busy: near zero they would say nothing."""
+"""Least share of backward, and number of messages, that count as done while both were busy."""
 
 
 Sort = tuple[str, int, int]
-"""(kind, bytes, how many) of messages."""
+"""(kind, bytes, number) of messages."""
 
 
 class _Flood(OwnMessages):
-    """Sends messages back to back when it is told to."""
+    """Sends the chosen messages back to back."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(world, device, KINDS.values())
-        self._device, self._ranks = device, world.ranks
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench, KINDS.values())
+        self._bench = bench
         self._buckets: list[Payload] = []
         self.sent: list[CommTiming] = []
 
     def choose(self, kind: str, size_bytes: int, messages: int) -> None:
-        """Send so many of this kind and size from now on."""
+        """Set kind, size and number of the messages that are sent from now on."""
+        device, ranks = self._bench.device, self._bench.world.ranks
         if kind == ALL_REDUCE:
-            self._buckets = [make_bucket(size_bytes, self._device).payload for _ in range(messages)]
+            self._buckets = [make_bucket(size_bytes, device).payload for _ in range(messages)]
             return
         name, place = f"a gather of {size_bytes} bytes", list(KINDS).index(kind)
-        numel = max(1, size_bytes // 4 // self._ranks)
-        sizes = [(torch.zeros(numel, device=self._device), self._ranks * numel) for _ in range(messages)]
-        self._buckets = [Payload(place, name, [Packed(own, own.new_zeros(all_of))]) for own, all_of in sizes]
+        owns = [torch.zeros(max(1, size_bytes // 4 // ranks), device=device) for _ in range(messages)]
+        self._buckets = [Payload(place, name, [Packed(own, own.repeat(ranks))]) for own in owns]
 
     def begin(self) -> None:
+        """Launch the messages."""
         self.sent = [CommTiming() for _ in self._buckets]
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
 
+    def send_alone(self) -> None:
+        """Send the messages on all ranks together, with nothing else to do."""
+        self._bench.world.gather(None, "timing messages alone")
+        self.begin()
+        self.wait()
+
+    def alone_us(self, clock: Clock) -> float:
+        """Return the microseconds of the messages with nothing else to do, the same on all ranks."""
+        times = []
+        for _ in range(PROBES):
+            self.send_alone()
+            times.append(clock.between_us(self.sent[0].start, self.sent[-1].end))
+        everyone: list[list[float]] = self._bench.world.gather(times, "timing messages alone")
+        return min(map(max, everyone))
+
 
 @dataclass(frozen=True)
 class Seen:
-    """One size in one round."""
+    """One size in one round, in microseconds."""
 
     backward_us: float
-    """Alone."""
+    """Time of backward alone."""
     each_us: float
-    """A message alone, in a queue."""
+    """Time of a message alone, in a queue."""
     both_us: float
-    """Backward beside messages."""
+    """Time of backward during messages."""
     shared_us: float
-    """How long both were busy."""
+    """Time in which both were busy."""
     messages: float
-    """How many passed meanwhile; the one on its way counts in part."""
+    """Number of messages that passed in it; the one in flight counts in part."""
 
 
 def measure_contention(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
-    compute: ComputeProfile, progress: Progress, kinds: Sequence[str], budget_s: float,
-) -> dict[str, tuple[SizeFactors, ...]]:  # fmt: skip
-    """Return the factors of this machine by kind (`all_reduce`, `all_gather`) and size of messages, the same on all
-    ranks; nothing where backward is too short to tell, or steps too long for the budget. `compute` is the step alone.
+    training: Training, bench: Bench, compute: ComputeProfile, kinds: Sequence[str], budget_s: float
+) -> dict[str, tuple[SizeFactors, ...]]:
+    """Return the factors by kind of message (`all_reduce`, `all_gather`) and size, the same on all ranks.
+
+    There are none if backward is too short to tell, or steps are too long for the budget.
+
+    Args:
+        training: the step.
+        bench: the ranks.
+        compute: the step alone, as it was measured.
+        kinds: of messages.
+        budget_s: seconds that it takes.
     """
+    world = bench.world
     backward_us = sum(gradient.backward_us for gradient in compute.gradients[1:])
     if world.group is None or backward_us < MIN_BACKWARD_US:
         return {}
     sizes = affordable_sizes(compute.step_us / 1e6, budget_s)
     if not sizes:
         return {}
-    flood = _Flood(world, device)
-    runner = StepRunner(model, optimizer, step, world, communicator=flood)
+    flood = _Flood(bench)
+    runner = StepRunner(training, bench, flood)
     try:
-        fitting = _fitting(runner, flood, world, backward_us, compute.size_bytes, kinds, budget_s * PROBING)
+        fitting = _fitting(flood, runner.clock, backward_us, compute.size_bytes, kinds, budget_s * PROBING)
         chosen = spread_evenly(fitting, sizes)
         if not chosen:
             return {}
         if compute.step_us / 1e6 * MAX_ROUNDS < budget_s:
             runner.run()
         started = time.perf_counter()
-        rounds = [_round(runner, flood, world, chosen)]
+        rounds = [_round(runner, flood, chosen)]
         round_s = max(world.gather(time.perf_counter() - started, "timing a round"))
         repeats = int(min(MAX_ROUNDS, max(1, budget_s / max(round_s, 1e-9))))
-        rounds += [_round(runner, flood, world, chosen) for _ in progress.track(range(repeats - 1), "contention")]
+        rounds += [_round(runner, flood, chosen) for _ in bench.progress.track(range(repeats - 1), "contention")]
     finally:
         runner.close()
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
@@ -136,10 +158,10 @@ def measure_contention(
 
 
 def contention_of(found: Mapping[str, tuple[SizeFactors, ...]], model_bytes: int) -> Contention | None:
-    """Return what was measured as the document has it; None where nothing was measured of all-reduces."""
+    """Return what was measured as the document has it; None if nothing was measured of all-reduces."""
     if ALL_REDUCE not in found:
         return None
-    # Beside a usual bucket: a quarter of the model.
+    # During the message of a usual bucket: a quarter of the model.
     _, compute, network = min(found[ALL_REDUCE], key=lambda factors: abs(factors[0] - model_bytes / 4))
     return Contention(
         compute=compute, network=network, by_size=found[ALL_REDUCE], gathers_by_size=found.get(ALL_GATHER)
@@ -147,7 +169,7 @@ def contention_of(found: Mapping[str, tuple[SizeFactors, ...]], model_bytes: int
 
 
 def affordable_sizes(each_s: float, budget_s: float) -> int:
-    """Return how many sizes of messages there is time for, at a step of so many seconds; 0: not even for one."""
+    """Return the number of message sizes that there is time for, at a step of `each_s` seconds; 0: not even for one."""
     for rounds in LEAST_ROUNDS:
         sizes = int((budget_s / rounds / max(each_s, 1e-9) - 1.0) / STEPS_PER_SIZE)
         if sizes >= 1:
@@ -156,7 +178,7 @@ def affordable_sizes(each_s: float, budget_s: float) -> int:
 
 
 def spread_evenly(fitting: Sequence[Sort], most: int) -> list[Sort]:
-    """Return at most so many of the messages, of each kind about as many, the largest of a kind first of all."""
+    """Return at most `most` of the messages, of each kind about as many, the largest of a kind first of all."""
     kinds = list(dict.fromkeys(kind for kind, *_ in fitting))[:most]
     chosen = []
     for place, kind in enumerate(kinds):
@@ -167,10 +189,9 @@ def spread_evenly(fitting: Sequence[Sort], most: int) -> list[Sort]:
 
 
 def _fitting(
-    runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int, kinds: Sequence[str],
-    probing_s: float,
-) -> list[Sort]:  # fmt: skip
-    """Return messages that fill most of backward; none where not even the smallest of the first kind do."""
+    flood: _Flood, clock: Clock, backward_us: float, model_bytes: int, kinds: Sequence[str], probing_s: float
+) -> list[Sort]:
+    """Return messages that fill most of backward; none if not even the smallest of the first kind do."""
     chosen: list[Sort] = []
     longest_us = 1e6 * probing_s / (len(kinds) * PROBES * PROBE_MESSAGES)
     for kind in kinds:
@@ -179,7 +200,7 @@ def _fitting(
             if (chosen and size_bytes > model_bytes) or GROWTH * each_us > longest_us:
                 break
             flood.choose(kind, size_bytes, PROBE_MESSAGES)
-            each_us = _alone(flood, world, runner.clock) / PROBE_MESSAGES
+            each_us = flood.alone_us(clock) / PROBE_MESSAGES
             if 2 * each_us > backward_us:
                 break  # the larger ones neither
             chosen.append((kind, size_bytes, max(2, min(MAX_MESSAGES, round(SHARE * backward_us / each_us)))))
@@ -188,20 +209,20 @@ def _fitting(
     return chosen
 
 
-def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sort]) -> list[Seen]:
+def _round(runner: StepRunner, flood: _Flood, chosen: Sequence[Sort]) -> list[Seen]:
     """Measure every kind and size once, interleaved with backward alone so that drift hits all alike.
 
     Messages go before every step, so that caches are alike.
     """
     between = runner.clock.between_us
     flood.choose(*chosen[-1])
-    _send_alone(flood, world)
+    flood.send_alone()
     alone = runner.run()
     backward_us = between(alone.backward, alone.backward_end)
     seen = []
     for kind, size_bytes, messages in chosen:
         flood.choose(kind, size_bytes, messages)
-        _send_alone(flood, world)
+        flood.send_alone()
         network_us = between(flood.sent[0].start, flood.sent[-1].end)
         runner.session.recorder.on_backward = flood.begin
         both = runner.run()
@@ -214,8 +235,7 @@ def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sor
 
 
 def _of_last(ranks: Sequence[Seen]) -> Seen:
-    """One round as a step feels it, which continues when the straggler is there; messages alone as the straggler sees
-    them, which waits for nobody."""
+    """Return one round of the straggler, for which a step waits; messages alone are those of the fastest rank."""
     last = max(ranks, key=lambda seen: seen.both_us)
     return replace(
         last, backward_us=max(seen.backward_us for seen in ranks), each_us=min(seen.each_us for seen in ranks)
@@ -223,7 +243,7 @@ def _of_last(ranks: Sequence[Seen]) -> Seen:
 
 
 def passed(ends_us: Sequence[float], until_us: float) -> float:
-    """Return how many messages, of which each begins when the one before ends, have passed by then."""
+    """Return the number of messages, each beginning when the one before ends, that have passed by then."""
     done, before_us = 0.0, 0.0
     for end_us in ends_us:
         if end_us > until_us:
@@ -232,29 +252,13 @@ def passed(ends_us: Sequence[float], until_us: float) -> float:
     return done
 
 
-def _send_alone(flood: _Flood, world: World) -> None:
-    world.gather(None, "timing messages alone")
-    flood.begin()
-    flood.wait()
-
-
-def _alone(probe: _Flood, world: World, clock: Clock) -> float:
-    """Return microseconds of the probe's messages with nothing else going on."""
-    times = []
-    for _ in range(PROBES):
-        _send_alone(probe, world)
-        times.append(clock.between_us(probe.sent[0].start, probe.sent[-1].end))
-    everyone: list[list[float]] = world.gather(times, "timing messages alone")
-    return min(max(times) for times in everyone)
-
-
 def solve(rounds: Sequence[Seen]) -> tuple[float, float]:
-    """Return (compute, network), the factors that explain what was seen of one size; medians over rounds."""
+    """Return the factors (compute, network) that explain what was seen of one size; medians over rounds."""
     backward_us, each_us, both_us, shared_us = (
         statistics.median(getattr(one, field) for one in rounds)
         for field in ("backward_us", "each_us", "both_us", "shared_us")
     )
     per_message_us = statistics.median(one.shared_us / max(one.messages, LEAST_MESSAGES) for one in rounds)
-    # What of backward was left when the last message had passed went on alone.
+    # The part of backward that was left when the last message had passed continued alone.
     done_us = max(backward_us - max(0.0, both_us - shared_us), LEAST_SHARE * backward_us)
     return max(1.0, shared_us / done_us), max(1.0, per_message_us / each_us)

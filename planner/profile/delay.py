@@ -1,4 +1,4 @@
-"""What delayed synchronization (SSD-SGD) asks of a rank itself: packing pushes, local updates, taking what is pulled.
+"""A rank's own work under delayed synchronization (SSD-SGD): packing pushes, local updates, taking pulled weights.
 
 Timed on all ranks at once, with what the runtime does, as lines over bytes.
 """
@@ -11,46 +11,50 @@ import torch
 from torch import nn
 
 from planner.documents.profile import Line
-from planner.profile.links import make_shard, sizes_up_to, slowest_line, timed_us
-from planner.profile.progress import Progress
-from runtime.comm.world import World
+from planner.profile.bench import Bench, Run, fit, median_of_slowest, sizes_up_to
+from planner.profile.links import make_shard
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.staleness import Staleness
 from runtime.plan import DelaySpec
 from runtime.sparse.compressed import all_finite
 
 SIZES = tuple(2**exponent for exponent in (16, 20, 22, 24, 26))
-"""Bytes; none larger than the model."""
+"""Bytes of a push; none is larger than the model."""
 SHARES = (0.25, 0.5, 1.0)
-"""Of a model's tensors, up to the largest of those sizes: each tensor costs calls of its own, however small it is."""
+"""Shares of a model's tensors, up to the largest of those sizes: each tensor costs calls of its own, however small."""
 WARM_UPS, REPEATS = 2, 5
 RATES = {"lr": 0.0, "momentum": 0.9, "weight_decay": 1e-4}
 
 
-def measure_delay(world: World, device: torch.device, numels: Sequence[int], progress: Progress) -> dict[str, Line]:
-    """Return the cluster's lines by field, the same on all ranks: `push_pack` over the bytes of a push, `local_update`
-    and `pull_take` over those of all weights. `numels`: elements of each of the model's tensors.
+def measure_delay(bench: Bench, numels: Sequence[int]) -> dict[str, Line]:
+    """Return the cluster's lines by field, the same on all ranks.
+
+    `push_pack` is over the bytes of a push, `local_update` and `pull_take` are over those of all weights.
+
+    Args:
+        bench: the ranks.
+        numels: number of elements of each of the model's tensors.
     """
 
-    def line(make: Callable[[list[int]], Callable[[], object]], timed: Sequence[list[int]], what: str) -> Line:
-        times_us = []
-        for tensors in progress.track(timed, what):
-            run = make(tensors)
-            world.gather(None, f"beginning to time {what}")
-            times_us.append([timed_us(run, device) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:])
-        return slowest_line(world, [4 * sum(each) for each in timed], times_us, f"comparing times of {what}")
+    def line(make: Callable[[list[int]], Run], timed: Sequence[list[int]], what: str) -> Line:
+        return fit(
+            [
+                (4.0 * sum(tensors), *median_of_slowest(bench.times_us([make(tensors)], REPEATS, what, WARM_UPS)))
+                for tensors in timed
+            ]
+        )
 
-    def pack(tensors: list[int]) -> Callable[[], None]:
-        shard = make_shard(world, device, 4 * sum(tensors))
-        return lambda: shard.pack(1.0 / world.ranks, all_finite(shard.vector))
+    def pack(tensors: list[int]) -> Run:
+        shard = make_shard(bench, 4 * sum(tensors))
+        return lambda: shard.pack(1.0 / bench.world.ranks, all_finite(shard.vector))
 
-    def update(tensors: list[int]) -> Callable[[], None]:
-        weights, own = _weights(device, tensors)
+    def update(tensors: list[int]) -> Run:
+        weights, own = _weights(bench.device, tensors)
         gradients = {id(weight): torch.ones_like(weight) for weight in weights.values()}
         return torch.no_grad()(lambda: own.update(gradients, [RATES], [1.0]))
 
-    def take(tensors: list[int]) -> Callable[[], None]:
-        weights, own = _weights(device, tensors)
+    def take(tensors: list[int]) -> Run:
+        weights, own = _weights(bench.device, tensors)
         pulled = {name: torch.ones_like(weight) for name, weight in weights.items()}
         staleness = Staleness()
 

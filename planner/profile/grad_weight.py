@@ -1,4 +1,4 @@
-"""The measured share of backward that goes into gradients of weights: a check on the estimate from FLOPs.
+"""The measured share of backward that is spent on gradients of weights: a check on the estimate from FLOPs.
 
 With every parameter frozen but the one whose gradient is ready last, backward still carries the gradient of the loss
 through all layers, and forms one weight gradient instead of all. What that saves is the cost of weight gradients.
@@ -9,24 +9,23 @@ from __future__ import annotations
 import statistics
 import time
 
-from torch import nn
-
 from planner.documents.profile import ComputeProfile
-from planner.profile.compute import Step
+from planner.profile.compute import Step, Training
 from planner.profile.request import LOGGER
-from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World
 
 REPEATS = 3
 BUDGET_S = 6.0
-"""What it may take: fewer repeats, or none, where steps are long."""
+"""Seconds that it may take: there are fewer repeats, or none, if steps are long."""
 
 
-def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> float | None:
-    """Measure the share of backward, 0 to 1, median over ranks; None on a GPU (host times mean nothing there), where a
-    model does not run with frozen parameters, or where steps are too long. Gradients and flags are left as found.
+def measure_grad_weight_share(training: Training, compute: ComputeProfile, world: World) -> float | None:
+    """Measure the share of backward, 0 to 1, median over ranks. Gradients and flags are left as found.
+
+    It is None on a GPU (host times mean nothing there), if the model does not run with frozen parameters, and if steps
+    are too long.
     """
-    parameters = trainable_parameters(model)
+    parameters, step = training.parameters, training.step
     step_s = (compute.forward_us + compute.backward_us) / 1e6
     # The same number on all ranks: a step may have collectives of its own. Each part begins with a step to warm up.
     repeats = min(REPEATS, int(BUDGET_S / max(step_s, 1e-9) / 2) - 1)
@@ -49,7 +48,7 @@ def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProf
 
 
 def _backward_s(step: Step, repeats: int) -> float | None:
-    """Return median seconds from loss to end of the step; None where the step does not say when backward begins."""
+    """Return median seconds from loss to end of the step; None if the step does not report when backward begins."""
     times = []
     for _ in range(repeats + 1):
         begun: list[float] = []

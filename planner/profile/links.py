@@ -1,36 +1,35 @@
 """Times of the runtime's collectives over message sizes, alone and back to back, with arrival skew removed.
 
 Messages grow until all of them, timed some times, take what a collective may; on a slow link that is before they are as
-large as the model. Beyond the largest that was timed, curves go on as the line through the last two.
+large as the model. Beyond the largest that was timed, curves continue as the line through the last two.
 
-Ranks reach a collective at different moments, and a rank that is early waits for the late ones. Every rank times its
-own call; the last to arrive waits for nobody, so the least of the ranks' times is the time from the last arrival. It
-needs no common clock. Nor do ranks leave a collective together: in a ring they end as much as a part of the message
-apart, and what comes next waits for the last. So ranks meet again after it, and where such a meeting is short beside
-the message, the message takes what passes until all have met, less a meeting.
+Ranks reach a collective at different moments, and an early rank waits for stragglers. Every rank times its own call;
+the last to arrive waits for no other, so the least of the ranks' times is the time from the last arrival. It needs no
+common clock. Nor do ranks leave a collective together: in a ring they end as much as a part of the message apart, and
+what comes next waits for the last. So ranks meet again after it, and where such a meeting is short compared with the
+message, the message takes what passes until all have met, less a meeting.
 
-Intra-node and inter-node links are timed apart where there are both. Inside: the ranks of each node among themselves,
-all nodes at once. Between: each rank with those of its place in the other nodes, so that the ranks of a node share its
-cards, as the phases of a hierarchical collective do.
+Intra-node and inter-node links are timed apart where there are both. Intra-node: the ranks of each node among
+themselves, all nodes at once. Inter-node: each rank with those of its local rank in the other nodes, so that the ranks
+of a node share its cards, as the phases of a hierarchical collective do.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy import stats
 from torch import Tensor, nn
 
 from planner.cost.collectives import Coefficients, solve_link
 from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Line, Link, Sample
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench, Run, fit
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.direct import Narrowed, Packed
@@ -44,40 +43,47 @@ from runtime.fully_sharded.messages import SerialMessages
 from runtime.plan.transports import FLAT, LIBRARY, NATIVE, TWO_SHOT
 from runtime.torch_compat import all_gather_single, reduce_scatter_single
 
-SMALLEST_BYTES = 1024
 QUEUE_US, QUEUED_CALLS = 20_000.0, (12, 32)
-"""How long a queue of calls is meant to take, and how many they are. Now and then a small message waits some
-milliseconds for a core, so that a typical one says little about how long many take."""
+"""Intended time of a queue of calls, and bounds of their number. Now and then a small message waits some milliseconds
+for a core, so that a typical one says little about the time of many."""
 QUEUED_US = 20_000.0
 """Messages that take longer alone are not timed in a queue: they take longer by as much as the largest one timed."""
 MIN_PASSES, MAX_PASSES = 3, 25
 MEETINGS = 8.0
-"""How many times longer than a meeting of all ranks a message is whose end on the last rank is told by one."""
-BUDGET_S = 2.5
-"""What one collective may take in all, once it has been timed often enough."""
+"""Ratio to a meeting of all ranks from which the end of a message on the last rank is measured by one."""
+SMALLEST_BYTES = 1024
 
-Run = Callable[[], None]
-"""One call (or several in a row) of a collective, until its result is there."""
 Parts = tuple[list[list[int]], list[list[int]]]
 """(ranks by node, ranks by local rank)."""
-
-
 Curve = tuple[Sample, ...]
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Bounds of timing one collective."""
+
+    longest_s: float
+    """Seconds that it takes at most."""
+    budget_s: float = 2.5
+    """Seconds that it takes at most once every size has been timed `MIN_PASSES` times."""
+    smallest_bytes: int = SMALLEST_BYTES
+    """Size of the smallest message."""
+
+
+@dataclass(frozen=True)
 class LinkTimes:
-    """Curves by collective, of one kind of link beginning with `intra/` or `inter/`."""
+    """Curves by collective; the names of those of one kind of link begin with `intra/` or `inter/`."""
 
     samples: dict[str, Curve] = field(default_factory=dict)
     back_to_back: dict[str, Curve] = field(default_factory=dict)
     links: dict[str, Link] = field(default_factory=dict)
-    """Constants by kind of link, where an all-reduce over it was timed."""
+    """Constants by kind of link, if an all-reduce over it was timed."""
     cut: tuple[str, ...] = ()
-    """Which curves end before the largest message."""
+    """Sentences about curves that end before the largest message."""
 
     @property
     def lines(self) -> dict[str, Line]:
+        """Return the line through each curve."""
         return {name: fit(curve) for name, curve in self.samples.items()}
 
 
@@ -95,55 +101,50 @@ def undisturbed(curve: Sequence[tuple[float, float]]) -> Curve:
 
 
 def message_sizes(model_bytes: int, ratio: int, smallest_bytes: int = SMALLEST_BYTES) -> list[int]:
-    """Return the smallest, times `ratio` each, up to the model's size, which is the last."""
+    """Return the smallest size, times `ratio` each, up to the model's size, which is the last."""
     sizes = [smallest_bytes]
     while sizes[-1] * ratio < model_bytes:
         sizes.append(sizes[-1] * ratio)
     return [*sizes, model_bytes] if model_bytes > sizes[-1] else sizes
 
 
-def measure_queued(
-    name: str, world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float,
-    budget_s: float, smallest_bytes: int = SMALLEST_BYTES,
-) -> tuple[Curve, Curve]:  # fmt: skip
-    """Time the runtime's all-reduce, all-gather or two shots as sessions use them: (calls alone, calls that queue
-    behind one another).
+def measure_queued(bench: Bench, name: str, model_bytes: int, limits: Limits) -> tuple[Curve, Curve]:
+    """Time the runtime's all-reduce, all-gather or two shots as sessions use them.
 
     Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
     a computation a message takes about as long as one in a queue.
+
+    Returns:
+        Curves of (calls alone, calls that queue behind one another).
     """
-    sizes, limits = message_sizes(model_bytes, _RATIOS.get(name, 4), smallest_bytes), (longest_s, budget_s)
-    with closing(_QueueProbe(name, world, device, sizes[-1])) as probe:
-        alone = undisturbed(_curve(world, device, sizes, probe.run, progress, name, *limits))
+    sizes = message_sizes(model_bytes, _RATIOS.get(name, 4), limits.smallest_bytes)
+    with closing(Messages(name, bench, sizes[-1])) as messages:
+        alone = undisturbed(measure_curve(bench, sizes, messages.run, name, limits))
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
         least, most = QUEUED_CALLS
         calls = {int(size): max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
-        queue, what = (lambda size: probe.run(size, calls[size])), f"{name} back to back"
-        queues = _curve(world, device, list(calls), queue, progress, what, *limits)
+        queues = measure_curve(
+            bench, list(calls), lambda size: messages.run(size, calls[size]), f"{name} back to back", limits
+        )
         queued = [(size, time_us / calls[int(size)]) for size, time_us in queues]
         more_us = max(0.0, queued[-1][1] - dict(alone)[queued[-1][0]])
         queued += [(size, time_us + more_us) for size, time_us in alone if size > queued[-1][0]]
         return alone, undisturbed([(size, round(time_us, 3)) for size, time_us in queued])
 
 
-def measure_links(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, names: Sequence[str], longest_s: float,
-    smallest_bytes: int = SMALLEST_BYTES,
-) -> LinkTimes:  # fmt: skip
-    """Time collectives over all ranks, by name; those that buckets are sent by through the runtime's communicator,
-    alone and in a queue. Each takes at most `longest_s`; messages begin with `smallest_bytes`.
+def measure_links(bench: Bench, model_bytes: int, names: Sequence[str], limits: Limits) -> LinkTimes:
+    """Time collectives over all ranks, by name, in messages of up to `model_bytes`.
+
+    Those that buckets are sent by go through the runtime's communicator, alone and in a queue.
     """
     samples: dict[str, Curve] = {}
     queues: dict[str, Curve] = {}
     for name in names:
         if name in _QUEUED:
-            samples[name], queues[name] = measure_queued(
-                name, world, device, model_bytes, progress, longest_s, BUDGET_S, smallest_bytes
-            )
+            samples[name], queues[name] = measure_queued(bench, name, model_bytes, limits)
         else:
-            make = _bind(_LIBRARY[name], world, device)
-            sizes = message_sizes(model_bytes, 4, smallest_bytes)
-            samples[name] = undisturbed(_curve(world, device, sizes, make, progress, name, longest_s))
+            sizes, make = message_sizes(model_bytes, 4, limits.smallest_bytes), partial(_LIBRARY[name], bench)
+            samples[name] = undisturbed(measure_curve(bench, sizes, make, name, limits))
     return LinkTimes(samples, queues, cut=cut_short(samples, model_bytes))
 
 
@@ -157,29 +158,8 @@ def cut_short(curves: Mapping[str, Curve], largest_bytes: int) -> tuple[str, ...
     )
 
 
-def measure_part(
-    world: World, part: World, device: torch.device, largest_bytes: int, names: Sequence[str], progress: Progress,
-    kind: str, longest_s: float,
-) -> dict[str, Curve]:  # fmt: skip
-    """Time collectives among this rank's part of the ranks, `intra` or `inter`, while all other parts do the same.
-
-    Times are those of the slowest part.
-    """
-    sizes = message_sizes(largest_bytes, 4)
-    with closing(_QueueProbe("all_reduce", part, device, sizes[-1])) as probe:
-        makers = {"all_reduce": probe.run, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
-        if kind == "intra":
-            makers["reduce_scatter"] = _bind(_scatter, part, device)  # between nodes gradients are pushed
-        found = {}
-        for name in names:
-            what = f"{kind}/{name}"
-            curve = _curve(part, device, sizes, makers[name], progress, what, longest_s, everybody=world)
-            found[what] = undisturbed(curve)
-        return found
-
-
 def parts_of(nodes: Sequence[str]) -> Parts | None:
-    """Return the parts, given every rank's node; None where there is one kind of link only, and for uneven nodes."""
+    """Return the parts, given every rank's node; None if there is one kind of link only, and for uneven nodes."""
     inside = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     count = len(inside[0])
     if len(inside) == 1 or count == 1 or any(len(ranks) != count for ranks in inside):
@@ -188,27 +168,34 @@ def parts_of(nodes: Sequence[str]) -> Parts | None:
 
 
 def measure_apart(
-    world: World, parts: Parts, device: torch.device, model_bytes: int, progress: Progress, inside: Sequence[str],
-    between: Sequence[str], longest_s: float,
-) -> LinkTimes:  # fmt: skip
-    """Time the phases of hierarchical collectives, those `inside` nodes and `between` them; every rank calls it.
+    bench: Bench, parts: Parts, model_bytes: int, names: Mapping[str, Sequence[str]], limits: Limits
+) -> LinkTimes:
+    """Time the phases of hierarchical collectives within parts of the ranks; every rank calls it.
 
-    The largest message has `model_bytes`, and each collective takes at most `longest_s`.
+    All parts measure at the same time, and the times are those of the slowest part.
 
-    Raises CommunicationError: a rank died or missed the deadline.
+    Args:
+        bench: all ranks.
+        parts: the ranks of each node, and those of each local rank.
+        model_bytes: size of the largest message, which inter-node phases divide among the ranks of a node.
+        names: the collectives by kind of link, `intra` and `inter`.
+        limits: bounds of each collective.
+
+    Raises:
+        CommunicationError: a rank died or missed the deadline.
     """
-    ranks_per_node = len(parts[0][0])
+    world, ranks_per_node = bench.world, len(parts[0][0])
     samples: dict[str, Curve] = {}
     links: dict[str, Link] = {}
     cut: tuple[str, ...] = ()
-    kinds = (("intra", parts[0], inside, model_bytes), ("inter", parts[1], between, model_bytes // ranks_per_node))
-    for kind, ranks, names, largest_bytes in kinds:
-        if not names:
+    for kind, ranks, sharing in (("intra", parts[0], 1), ("inter", parts[1], ranks_per_node)):
+        if not names[kind]:
             continue
-        part = world.split(ranks)
+        largest_bytes = model_bytes // sharing
+        part = replace(bench, world=world.split(ranks))
         try:
             with world.error_context("timing the collectives"):
-                curves = measure_part(world, part, device, largest_bytes, names, progress, kind, longest_s)
+                curves = _measure_part(part, world, kind, names[kind], largest_bytes, limits)
         except CommunicationError as error:
             # The part knows its ranks by other numbers.
             raise CommunicationError(
@@ -216,41 +203,50 @@ def measure_apart(
                 f"{world.timeout_s:g} s ({first_line(error.__cause__ or error)})"
             ) from error
         finally:
-            part.leave()
+            part.world.leave()
         samples |= curves
         cut += cut_short(curves, largest_bytes)
-        if "all_reduce" in names:
-            sharing = 1 if kind == "intra" else ranks_per_node
-            links[kind] = implied_link(fit(curves[f"{kind}/all_reduce"]), len(ranks[0]), sharing)
+        if (all_reduce := curves.get(f"{kind}/all_reduce")) is not None:
+            links[kind] = implied_link(fit(all_reduce), len(ranks[0]), sharing)
     return LinkTimes(samples, links=links, cut=cut)
 
 
+def _measure_part(
+    part: Bench, everybody: World, kind: str, names: Sequence[str], largest_bytes: int, limits: Limits
+) -> dict[str, Curve]:
+    """Time collectives among this rank's part of the ranks, by name."""
+    sizes = message_sizes(largest_bytes, 4)
+    # Inside nodes gradients are scattered as a phase; between them they are pushed.
+    library = {**_LIBRARY, "reduce_scatter": _scatter} if kind == "intra" else _LIBRARY
+    with closing(Messages("all_reduce", part, sizes[-1])) as messages:
+        return {
+            what: undisturbed(measure_curve(part, sizes, make, what, limits, everybody))
+            for what, make in (
+                (f"{kind}/{name}", messages.run if name == "all_reduce" else partial(library[name], part))
+                for name in names
+            )
+        }
+
+
 def implied_link(all_reduce: Line, ranks: int, sharing: int) -> Link:
-    """Return the constants of a link over which so many all-reduces (rings) went at once, each of `ranks` ranks."""
+    """Return the constants of a link that `sharing` all-reduces (rings) of `ranks` ranks each used at once."""
     link = solve_link("all_reduce/ring", ranks, Coefficients.of(all_reduce))
     return Link(alpha_us=round(link.alpha_us, 3), beta_us_per_byte=float(f"{link.beta_us_per_byte / sharing:.6g}"))
-
-
-_Maker = Callable[[World, torch.device, int], Run]
-
-
-def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], Run]:
-    return lambda size: make(world, device, size)
 
 
 _QUEUED = {"all_reduce": LIBRARY, "all_gather": FLAT, "two_shot": TWO_SHOT, "native": NATIVE}
 """Names of samples with the transports that buckets are sent by."""
 _RATIOS = {"all_reduce": 2}
-"""Of neighbouring sizes, where it is not 4."""
+"""Ratio of neighbouring sizes, if it is not 4."""
 
 
-class _QueueProbe:
+class Messages:
     """Sends messages as a session does; those of all sizes lie in one piece of memory, which is as large as one."""
 
-    def __init__(self, name: str, world: World, device: torch.device, largest_bytes: int) -> None:
-        self._name, self._transport, self._ranks = name, _QUEUED[name], world.ranks
-        self._memory = torch.zeros(max(1, largest_bytes // 4), device=device)
-        self._communicator = make_communicator(world, [COLLECTIVES[self._transport]], device)
+    def __init__(self, name: str, bench: Bench, largest_bytes: int) -> None:
+        self._name, self._transport, self._ranks = name, _QUEUED[name], bench.world.ranks
+        self._memory = torch.zeros(max(1, largest_bytes // 4), device=bench.device)
+        self._communicator = make_communicator(bench.world, [COLLECTIVES[self._transport]], bench.device)
         self.close = self._communicator.close
 
     def _payload(self, size_bytes: int, place: int) -> Payload:
@@ -269,7 +265,7 @@ class _QueueProbe:
         return Payload(0, f"{self._name} of {size_bytes} bytes", [message])
 
     def run(self, size_bytes: int, calls: int = 1) -> Run:
-        """Return what sends so many messages that queue behind one another."""
+        """Return what sends this number of messages, which queue behind one another."""
         payloads = [self._payload(size_bytes, place) for place in range(calls)]
 
         def send() -> None:
@@ -289,26 +285,15 @@ def _as_bucket(flat: Tensor, size_bytes: int, label: str | None = None) -> Bucke
     return BucketBuffer(0, [], [Message(flat, [])], label or f"a message of {size_bytes} bytes")
 
 
-def make_shard(world: World, device: torch.device, size_bytes: int) -> Shard:
+def make_shard(bench: Bench, size_bytes: int) -> Shard:
     """Return float32 zeros of no model, of which this rank owns its part."""
-    slots = [Slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
-    return Shard(lay_out(slots)[0], world.rank, world.ranks)
+    slots = [Slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=bench.device)))]
+    return Shard(lay_out(slots)[0], bench.world.rank, bench.world.ranks)
 
 
-def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
-    """As plans with delay push gradients: libraries' own reduce-scatters can take several times as long."""
-    shard, group = make_shard(world, device, size_bytes), world.group
-    assert group is not None
-    return lambda: _finish(shard.phases(group))
-
-
-def _scatter(world: World, device: torch.device, size_bytes: int) -> Run:
-    """As phases inside nodes do it."""
-    vector = torch.zeros(max(1, size_bytes // 4), device=device)
-    first, last = bounds(vector.numel(), world.ranks, world.rank)
-    received, summed, group = vector.new_zeros(world.ranks, last - first), vector.new_zeros(last - first), world.group
-    assert group is not None
-    return lambda: _finish(reduce_scatter(vector, received, summed, group))
+def _group(bench: Bench) -> dist.ProcessGroup:
+    assert bench.world.group is not None
+    return bench.world.group
 
 
 def _finish(phases: Iterable[dist.Work]) -> None:
@@ -316,70 +301,94 @@ def _finish(phases: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
-    part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
-    whole, group = torch.zeros(part.numel() * world.ranks, device=device), world.group
-    assert group is not None
+def _reduce_scatter(bench: Bench, size_bytes: int) -> Run:
+    """Return a push of gradients, as plans with delay do it: libraries' own can take several times as long."""
+    shard, group = make_shard(bench, size_bytes), _group(bench)
+    return lambda: _finish(shard.phases(group))
+
+
+def _scatter(bench: Bench, size_bytes: int) -> Run:
+    """Return a reduce-scatter as intra-node phases do it."""
+    vector, group = torch.zeros(max(1, size_bytes // 4), device=bench.device), _group(bench)
+    first, last = bounds(vector.numel(), bench.world.ranks, bench.world.rank)
+    received, summed = vector.new_zeros(bench.world.ranks, last - first), vector.new_zeros(last - first)
+    return lambda: _finish(reduce_scatter(vector, received, summed, group))
+
+
+def _all_gather(bench: Bench, size_bytes: int) -> Run:
+    whole, part = _whole_and_part(bench, size_bytes)
+    part, group = part.clone(), _group(bench)
     return lambda: _finish(gather(whole, part, group))
 
 
-def _library_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
-    """As FSDP2 sends gradients: the library's own, averaged; on hosts beside computation, `overlap_on_hosts`."""
-    part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
-    whole, group = torch.zeros(part.numel() * world.ranks, device=device), world.group
-    if device.type != "cpu" or group is None:
+def _whole_and_part(bench: Bench, size_bytes: int) -> tuple[Tensor, Tensor]:
+    """Return zeros of (all ranks, this rank, a view of them)."""
+    numel, rank = max(1, size_bytes // 4 // bench.world.ranks), bench.world.rank
+    whole = torch.zeros(numel * bench.world.ranks, device=bench.device)
+    return whole, whole[rank * numel : (rank + 1) * numel]
+
+
+def _library_scatter(bench: Bench, size_bytes: int) -> Run:
+    """Return FSDP2's reduce-scatter: the library's own, averaged; on hosts that of `overlap_on_hosts`."""
+    whole, part = _whole_and_part(bench, size_bytes)
+    part, group = part.clone(), bench.world.group
+    if bench.device.type != "cpu" or group is None:
         return lambda: reduce_scatter_single(part, whole, op=dist.ReduceOp.AVG, group=group)
-    messages = SerialMessages(world.timeout_s)
+    messages = SerialMessages(bench.world.timeout_s)
     return lambda: messages.reduce_scatter(part, whole, group, average=True).result()
 
 
-def _library_gather(world: World, device: torch.device, size_bytes: int) -> Run:
-    """As FSDP2 gathers parameters: this rank's part lies where it is gathered."""
-    numel = max(1, size_bytes // 4 // world.ranks)
-    whole, group = torch.zeros(numel * world.ranks, device=device), world.group
-    part = whole[world.rank * numel : (world.rank + 1) * numel]
-    if device.type != "cpu" or group is None:
+def _library_gather(bench: Bench, size_bytes: int) -> Run:
+    """Return FSDP2's all-gather of parameters: this rank's part lies where it is gathered."""
+    (whole, part), group = _whole_and_part(bench, size_bytes), bench.world.group
+    if bench.device.type != "cpu" or group is None:
         return lambda: all_gather_single(whole, part, group=group)
-    messages = SerialMessages(world.timeout_s)
+    messages = SerialMessages(bench.world.timeout_s)
     return lambda: messages.gather(whole, part, group).result()
 
 
-_LIBRARY: dict[str, _Maker] = {
+_LIBRARY: dict[str, Callable[[Bench, int], Run]] = {
     "reduce_scatter": _reduce_scatter, "all_gather": _all_gather, LIBRARY_SCATTER: _library_scatter,
     LIBRARY_GATHER: _library_gather,
 }  # fmt: skip
 
 
-def _curve(
-    world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str,
-    longest_s: float, budget_s: float = BUDGET_S, everybody: World | None = None,
+def measure_curve(
+    bench: Bench, sizes: Sequence[int], make: Callable[[int], Run], what: str, limits: Limits,
+    everybody: World | None = None,
 ) -> Curve:  # fmt: skip
-    """Time each size that there is time for: (message bytes, median over passes of the time from the last arrival).
+    """Time the sizes that fit into the time. All are timed once in every pass, so that a drift hits them alike.
 
-    All sizes are timed once in every pass, so that a drift of the machine hits them alike. Passes may take `budget_s`
-    once there are enough of them, and never more than `longest_s`. `everybody`: ranks of which all do so at the same
-    time, in groups of their own; then the time is that of the slowest group.
+    Args:
+        bench: the ranks that call the collective.
+        sizes: of messages, in bytes, from the smallest on.
+        make: returns a call of the collective with messages of one size.
+        what: names the collective.
+        limits: bounds of the time.
+        everybody: ranks that measure at the same time in groups of their own; the slowest group counts.
+
+    Returns:
+        (bytes, microseconds from the last arrival, the median over passes) of each size.
     """
-    everybody, budget_s = everybody or world, min(budget_s, longest_s)
+    everybody = everybody or bench.world
     # The runs by size that fit into the time, the same on all ranks; each is run once to warm up. The next size is
     # taken to take longer by as much as it is larger.
     runs: dict[int, Run] = {}
     pass_s = last_s = 0.0
     for size in sizes:
-        if runs and (1 + MIN_PASSES) * (pass_s + last_s * size / next(reversed(runs))) > longest_s:
+        if runs and (1 + MIN_PASSES) * (pass_s + last_s * size / next(reversed(runs))) > limits.longest_s:
             if len(runs) > 2:  # what follows is the line through the last two, which had better not be neighbours
                 del runs[list(runs)[-2]]
             break
         run = make(size)
-        last_s = max(everybody.gather(_timed(run, device, everybody)[0] / 1e6, f"warming up {what}"))
+        last_s = max(everybody.gather(_timed_us(bench, run, everybody)[0] / 1e6, f"warming up {what}"))
         runs[size], pass_s = run, pass_s + last_s
-    passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
-    nothing: list[Run] = [lambda: None]
+    passes = int(min(MAX_PASSES, max(MIN_PASSES, min(limits.budget_s, limits.longest_s) / max(pass_s, 1e-9))))
     mine = [
-        [_timed(run, device, everybody) for run in (*runs.values(), *nothing)]
-        for _ in progress.track(range(passes), what)
+        [_timed_us(bench, run, everybody) for run in (*runs.values(), lambda: None)]
+        for _ in bench.progress.track(range(passes), what)
     ]
-    group = tuple(dist.get_process_group_ranks(world.group)) if world.group else ()
+    group = tuple(dist.get_process_group_ranks(bench.world.group)) if bench.world.group else ()
     everyone = everybody.gather((group, mine), f"comparing times of {what}")
     by_group = [np.array([times for of, times in everyone if of == one]) for one in {of for of, _ in everyone}]
     passes_us = np.max([times.min(axis=0) for times in by_group], axis=0)  # (passes, sizes and nothing, until)
@@ -391,56 +400,9 @@ def _curve(
     return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(runs, lasting_us, strict=True))
 
 
-def _timed(run: Run, device: torch.device, world: World) -> tuple[float, float]:
-    """Return microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows: until it
-    was done here, and until all ranks had met again.
-    """
-    dist.barrier(group=world.group)
-    done_us = timed_us(run, device)
-    return done_us, done_us + timed_us(lambda: dist.barrier(group=world.group), device)
-
-
-def timed_us(run: Callable[[], object], device: torch.device) -> float:
-    """Return microseconds of one run, until the device is through with it."""
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e6
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told; before a clock is read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:
-    """Return those below the model's size, and that, or the largest of them if it is less."""
-    return sorted({*(size for size in sizes if size < model_bytes), min(max(model_bytes, 4), sizes[-1])})
-
-
-def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[Sequence[float]], what: str) -> Line:
-    """Fit a line over the times of each size, the same on all ranks: of each repeat the slowest rank, whom others wait
-    for, then the median over repeats. `what` names the exchange in errors.
-    """
-    everyone: list[Sequence[Sequence[float]]] = world.gather(times_us, what)
-    slowest_us = [float(np.median(np.max(of_ranks, axis=0))) for of_ranks in zip(*everyone, strict=True)]
-    return fit([(float(size), time_us) for size, time_us in zip(sizes, slowest_us, strict=True)])
-
-
-def fit(curve: Sequence[Sample]) -> Line:
-    """Fit α and β by Theil-Sen (the median of all slopes, then of all intercepts), and how well the line fits."""
-    size, time_us = (np.array(column, dtype=np.float64) for column in zip(*curve, strict=True))
-    if len(curve) < 2:
-        return Line(alpha_us=float(time_us[0]), beta_us_per_byte=0.0)
-    beta = max(0.0, float(stats.theilslopes(time_us, size).slope))
-    alpha = max(0.0, float(np.median(time_us - beta * size)))
-    residual = time_us - (alpha + beta * size)
-    variance = float(((time_us - time_us.mean()) ** 2).sum())
-    return Line(
-        alpha_us=round(alpha, 3),
-        beta_us_per_byte=float(f"{beta:.6g}"),
-        r_squared=round(1.0 - float((residual**2).sum()) / variance, 6) if variance > 0.0 else None,
-        mean_error=round(float(np.mean(np.abs(residual) / time_us)), 6),
-    )
+def _timed_us(bench: Bench, run: Run, everybody: World) -> tuple[float, float]:
+    """Return the microseconds of one run until it was done on this rank, and until all ranks had met again."""
+    all_ranks = replace(bench, world=everybody)
+    all_ranks.meet()
+    done_us = bench.timed_us(run)
+    return done_us, done_us + bench.timed_us(all_ranks.meet)

@@ -1,4 +1,4 @@
-"""What it takes to load a job's samples: from their storage, from the local disk, and from memory, with DataCache."""
+"""Times of loading a job's samples with DataCache: from their storage, from the local disk, and from memory."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from runtime.comm.shared_memory import available_bytes
 from runtime.comm.world import World
 from runtime.datacache import CachedDataset
-from runtime.datacache.memory import available_bytes, overhead_bytes
+from runtime.datacache.memory import overhead_bytes
 from runtime.datacache.node import node_name
 from runtime.datacache.samples import pack
 from runtime.errors import InputError
+from runtime.local_async.job import samples_of
 from runtime.plan.predicted import Loading
-from runtime.torch_compat import tree_leaves
 
 TIMED = 64
-"""Samples that are timed on each rank."""
+"""Number of samples that are timed on each rank."""
 LONGEST_S = 20.0
-"""No more are timed after so long, as on very slow storage, but a few are in any case."""
+"""Seconds after which no more are timed, as on very slow storage, but for the fewest."""
 FEWEST = 4
 
 
 def batch_samples(batch: Any) -> int:
-    """Return the first dimension of a batch's first tensor. Raises InputError where no tensor has one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
-            return leaf.shape[0]
-    raise InputError(
-        "batch(0, rank): found no tensor with a first dimension, expected samples; say how many there are: "
-        "TrainingJob(batch_samples=…)"
-    )
+    """Return the first dimension of a batch's first tensor. Raises InputError if no tensor has one."""
+    samples = samples_of(batch)
+    if not samples:
+        raise InputError(
+            "batch(0, rank): found no tensor with a first dimension, expected samples; say how many there are: "
+            "TrainingJob(batch_samples=…)"
+        )
+    return samples
 
 
 def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
@@ -55,7 +55,7 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
     make = partial(CachedDataset, node=f"rank {world.rank}", group=world.group, timeout_s=world.timeout_s)
     try:
         on_disk = make(dataset, local_dir=folder, name="timed")
-        # Samples of this rank's part, in random order: the storage shall not read ahead.
+        # Samples of this rank's part, in random order, so that the storage does not read ahead.
         part = on_disk.partition.part(on_disk.partition.node_of_rank[on_disk.rank])
         if not len(part):  # fewer samples than ranks
             part = np.arange(len(on_disk))
@@ -90,7 +90,7 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
 
 
 def _times_us(dataset: CachedDataset, indices: Sequence[int]) -> list[float]:
-    """Time each sample, of as many as the time allows."""
+    """Time the samples, one by one, until the time is over."""
     times_us: list[float] = []
     began = last = time.perf_counter()
     for index in indices:

@@ -1,14 +1,11 @@
-"""The phases of a profile on one rank: the step, its layers, the links, and what goes on beside them."""
+"""The phases of a profile on one rank: the step, its layers, the links, contention, and what riskier plans compute."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, get_args
-
-import torch
-from torch import nn
 
 from planner.documents.profile import (
     Cluster,
@@ -23,13 +20,13 @@ from planner.documents.profile import (
 from planner.documents.text import pluralize
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
-from planner.profile.compute import Step, combine, measure_compute
+from planner.profile.bench import Bench
+from planner.profile.compute import Training, combine, measure_compute
 from planner.profile.contention import affordable_sizes, contention_of, measure_contention
 from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
-from planner.profile.links import LinkTimes, measure_apart, measure_links, parts_of
+from planner.profile.links import Limits, LinkTimes, measure_apart, measure_links, parts_of
 from planner.profile.norms import measure_norms
-from planner.profile.progress import Progress
 from planner.profile.request import (
     ALL_GATHER,
     APART,
@@ -46,7 +43,7 @@ from planner.profile.request import (
 )
 from planner.profile.selection import measure_encoding, measure_low_rank, measure_selection
 from planner.testbed.hosts import emulation_here
-from runtime.checks.plan import model_fingerprint, trainable_parameters
+from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwise
@@ -54,67 +51,58 @@ from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
 ENCODING_SHARE, LOW_RANK_SHARE = 0.25, 0.1
-"""Of the time for what riskier plans compute; selection has the rest."""
+"""Shares of the time for what riskier plans compute; selection has the rest."""
 
 
 class Measuring:
     """One profile in the making, on one rank."""
 
-    def __init__(
-        self, model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None, world: World,
-        nodes: Sequence[str], request: Request, progress: Progress,
-    ) -> None:  # fmt: skip
-        """`nodes` are those of all ranks."""
-        self._model, self._run, self._optimizer, self._world = model, step, optimizer, world
+    def __init__(self, training: Training, bench: Bench, nodes: Sequence[str], request: Request) -> None:
+        """Agree on what to measure; every rank calls it. `nodes` are those of all ranks."""
+        self._training, self._bench, self._request = training, bench, request
         self._nodes, self._parts = count_nodes(nodes), parts_of(nodes)
-        self._request, self._progress = request, progress
-        self._parameters = trainable_parameters(model)
-        self._device = next(iter(self._parameters.values())).device
+        optimizer = _describe(training)
         self._flat, self._apart = LinkTimes(), LinkTimes()
-        self._beside: Mapping[str, tuple[SizeFactors, ...]] = {}
+        self._beside: dict[str, tuple[SizeFactors, ...]] = {}
         """Factors of contention by kind of message."""
         self._computed: dict[str, Any] = {}
-        """What riskier plans compute, by the cluster's field."""
+        """Costs of what riskier plans compute, by the cluster's field."""
         self._notes: list[str] = []
         mine = Wanted.of(
             request.accuracy,
-            world.ranks,
+            bench.world.ranks,
             two_links=self._parts is not None,
-            halves=optimizer is not None
-            and find_not_elementwise(optimizer) is None
-            and find_missing(optimizer, self._parameters) is None,
-            norms=isinstance(optimizer, LayerwiseOptimizer),
+            halves=optimizer is not None and bool(optimizer.elementwise and optimizer.holds_all),
+            norms=isinstance(training.optimizer, LayerwiseOptimizer),
             known=request.add_to.cluster if request.add_to else None,
         )
-        self._wanted: Wanted = world.gather(mine, "agreeing on what to measure")[0]
-        self._phases = Phases(self._wanted.phases, request.budget_s, first=world.rank == 0)
+        self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
+        self._phases = Phases(self._wanted.phases, request.budget_s, first=bench.world.rank == 0)
         if not self._wanted.phases:
             self._phases.say(f"all that {request.accuracy} plans need is known already")
 
     def step(self, name: str, described: ProfileWorld) -> Profile:
-        """Measure the step, without its layers."""
-        world, phases = self._world, self._phases
+        """Measure the step, without its layers; `name` and `described` are the model's and the world's."""
+        training, bench, phases, world = self._training, self._bench, self._phases, self._bench.world
         phases.say(
             f"{name} on {pluralize(world.ranks, 'rank')}, for {self._request.accuracy} plans: the first steps, at most "
             f"ten where they are long; then {pluralize(len(self._wanted.phases), 'phase')}, up to "
             f"{self._request.budget_s:.0f} s"
         )
-        everyone = measure_compute(self._model, self._optimizer, self._run, world, self._progress, phases)
-        compute = combine(everyone, self._parameters)
+        compute = combine(measure_compute(training, bench, phases), training.parameters)
         if self._wanted.norms:
             phases.begin(NORMS, world)
-            norms = measure_norms(self._parameters, self._optimizer, compute, world, self._device, self._progress)
-            compute = replace(compute, norms=norms)
+            compute = replace(compute, norms=measure_norms(training, bench, compute))
         return Profile(
-            model=ModelReference(name=name, fingerprint=model_fingerprint(self._model)),
+            model=ModelReference(name=name, fingerprint=model_fingerprint(training.model)),
             world=described,
-            compute=replace(compute, optimizer=_describe(self._optimizer, self._parameters)),
+            compute=replace(compute, optimizer=_describe(training)),
         )
 
     def layers(self, world: World, found: Profile) -> Profile:
         """Return the profile with the layers of the model."""
         self._phases.begin(LAYERS, world)
-        traced: TracedModel = trace(self._model, lambda: self._run(lambda: None))
+        traced: TracedModel = trace(self._training.model, lambda: self._training.step(lambda: None))
         backward_us: dict[str, float] = {}
         for gradient in found.compute.gradients:
             backward_us[gradient.layer] = backward_us.get(gradient.layer, 0.0) + gradient.backward_us
@@ -122,34 +110,34 @@ class Measuring:
         # How well the graph's split of backward agrees with a measurement.
         share = GradWeightShare(
             estimated=estimated_grad_weight_share(traced.layers),
-            measured=measure_grad_weight_share(self._model, self._run, found.compute, world),
+            measured=measure_grad_weight_share(self._training, found.compute, world),
         )
         tracing = Tracing(method=traced.method, failures=dict(traced.failures) or None, grad_weight_share=share)
         return replace(found, layers=layers, tracing=tracing)
 
     def links(self, world: World, compute: ComputeProfile) -> None:
-        """Time collectives."""
-        wanted, phases, device, progress = self._wanted, self._phases, self._device, self._progress
+        """Time collectives in messages of up to the model's size; `world` has the deadline of its waits."""
+        wanted, phases, bench, size_bytes = self._wanted, self._phases, self._on(world), compute.size_bytes
         if wanted.flat:
-            each_s = phases.begin(FLAT, world) / curves(wanted.flat)
+            limits = Limits(phases.begin(FLAT, world) / curves(wanted.flat))
             with world.error_context("timing the collectives"):
-                self._flat = measure_links(world, device, compute.size_bytes, progress, wanted.flat, each_s)
+                self._flat = measure_links(bench, size_bytes, wanted.flat, limits)
         if wanted.inside or wanted.between:
             assert self._parts is not None
-            each_s = phases.begin(APART, world) / (len(wanted.inside) + len(wanted.between))
-            self._apart = measure_apart(
-                world, self._parts, device, compute.size_bytes, progress, wanted.inside, wanted.between, each_s
-            )
+            limits = Limits(phases.begin(APART, world) / (len(wanted.inside) + len(wanted.between)))
+            names = {"intra": wanted.inside, "inter": wanted.between}
+            self._apart = measure_apart(bench, self._parts, size_bytes, names, limits)
         self._note(*self._flat.cut, *self._apart.cut)
 
+    def _on(self, world: World) -> Bench:
+        return replace(self._bench, world=world)
+
     def beside(self, world: World, compute: ComputeProfile) -> None:
-        """Measure what goes on beside messages, and what riskier plans compute."""
-        wanted, phases, device, progress = self._wanted, self._phases, self._device, self._progress
+        """Measure contention, and what riskier plans compute; `world` has the deadline of its waits."""
+        wanted, phases, bench = self._wanted, self._phases, self._on(world)
         if wanted.beside:
             allowed_s, step_s = phases.begin(CONTENTION, world), compute.step_us / 1e6
-            self._beside = measure_contention(
-                self._model, self._optimizer, self._run, world, device, compute, progress, wanted.beside, allowed_s
-            )
+            self._beside = measure_contention(self._training, bench, compute, wanted.beside, allowed_s)
             if not affordable_sizes(step_s, allowed_s):
                 self._note(
                     f"how messages and backward slow each other down was not measured, for a step takes {step_s:.3g} "
@@ -157,17 +145,16 @@ class Measuring:
                 )
         if wanted.selection:
             allowed_s = phases.begin(SELECTION, world)
-            budget_s = LOW_RANK_SHARE * allowed_s
-            self._computed["low_rank"] = measure_low_rank(world, device, compute.size_bytes, progress, budget_s)
+            self._computed["low_rank"] = measure_low_rank(bench, compute.size_bytes, LOW_RANK_SHARE * allowed_s)
             for measure, before, after, share in (
                 (measure_encoding, "encode", "decode", ENCODING_SHARE),
                 (measure_selection, "sparsify", "unpack", 1.0 - ENCODING_SHARE - LOW_RANK_SHARE),
             ):
-                packed, unpacked = measure(world, device, compute.size_bytes, progress, share * allowed_s)
+                packed, unpacked = measure(bench, compute.size_bytes, share * allowed_s)
                 self._computed |= {before: packed, after: unpacked}
         if wanted.delay:
             phases.begin(DELAY, world)
-            self._computed |= measure_delay(world, device, [each.numel for each in compute.gradients], progress)
+            self._computed |= measure_delay(bench, [each.numel for each in compute.gradients])
 
     def _note(self, *notes: str) -> None:
         for note in notes:
@@ -181,7 +168,7 @@ class Measuring:
             name=emulation.spec if emulation else "measured",
             emulated=emulation.kind if emulation else None,
             nodes=self._nodes,
-            ranks_per_node=self._world.ranks // self._nodes,
+            ranks_per_node=self._bench.world.ranks // self._nodes,
         )
         classes = list(get_args(Accuracy))
         riskiest = max(self._request.accuracy, known.measured_for or classes[0], key=classes.index)
@@ -209,25 +196,25 @@ class Measuring:
         return added
 
 
-def _describe(
-    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
-) -> OptimizerProfile | None:
+def _describe(training: Training) -> OptimizerProfile | None:
+    optimizer = training.optimizer
     if optimizer is None:
         return None
     return OptimizerProfile(
         name=type(optimizer).__name__,
         adaptive=isinstance(optimizer, ADAPTIVE),
         elementwise=find_not_elementwise(optimizer) is None,
-        holds_all=find_missing(optimizer, parameters) is None,
+        holds_all=find_missing(optimizer, training.parameters) is None,
         state_bytes=state_bytes(optimizer.state),
     )
 
 
 def count_nodes(names: Sequence[str]) -> int:
-    """Return how many machines there are, given every rank's; uneven ones count singly."""
+    """Return the number of machines, given every rank's; uneven ones count singly."""
     nodes = len(set(names))
     return nodes if len(names) % nodes == 0 else len(names)
 
 
 def now() -> str:
+    """Return the time in UTC, as documents have it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

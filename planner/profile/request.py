@@ -1,9 +1,8 @@
-"""What is asked of a profile, what is measured for it beyond what it has already, and in which phases. Torch-free.
+"""The request for a profile, and the phases that measure what it lacks. Torch-free.
 
-Exact plans ask for the step, for all-reduces (with several ranks on several nodes for their phases, too), for both
-halves of one where ranks could share the optimizer's step, and for how messages and backward slow each other down.
-Bounded plans also ask for gathers, and for what selecting elements costs; relaxed ones for both halves, and for what
-delayed updates cost.
+Exact plans need the step, all-reduces (with several ranks on several nodes their phases, too), both halves of one if
+the optimizer's step can be sharded, and contention. Bounded plans also need gathers, and the costs of selecting
+elements; relaxed ones both halves, and the costs of delayed updates.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("planner.profile")
 
 BUDGET_S = 60.0
-"""What a profile may take beyond its first steps, where nothing is said."""
+"""Default seconds that a profile may take beyond its first steps."""
 SHORTEST_S, LONGEST_S = 5.0, 24 * 3600.0
-"""What may be asked for."""
+"""Bounds of that budget."""
 LEAST_S = 2.0
-"""What each phase may take in any case, however long the ones before it took."""
+"""Seconds that each phase may take in any case, however long the ones before it took."""
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
 NARROW_SUMS = (TWO_SHOT.algorithm, NATIVE.algorithm)
@@ -46,14 +45,14 @@ SELECTION = "selecting and encoding elements"
 DELAY = "delayed updates"
 
 CURVE_S = 4.0
-"""What one collective may take."""
+"""Seconds that one collective may take."""
 CONTENTION_S = {1: 20.0, 2: 30.0}
-"""By kinds of messages."""
+"""Seconds by number of kinds of messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """See `planner.profile_step`."""
+    """The content that a profile is to have; see `planner.profile_step`."""
 
     accuracy: Accuracy = "exact"
     add_to: Profile | None = None
@@ -62,7 +61,7 @@ class Request:
     """Whether modules are measured as well, which FSDP2 could gather together."""
 
     def __post_init__(self) -> None:
-        """Raise InputError where the class or the budget is none."""
+        """Raise InputError if the class or the budget is none."""
         if self.accuracy not in get_args(Accuracy):
             raise InputError(
                 f"found a profile for {self.accuracy!r} plans, expected one of: {', '.join(get_args(Accuracy))}"
@@ -77,7 +76,11 @@ class Request:
 def make_request(
     accuracy: str | None, add_to: str | None, budget_s: float | None, updaters: int | None = None, units: bool = False
 ) -> Request:
-    """Make one from the options of `planner profile`. Raises InputError where one is wrong, or they contradict."""
+    """Make a request from the options of `planner profile`.
+
+    Raises:
+        InputError: an option is wrong, or they contradict each other.
+    """
     if updaters is not None and accuracy not in (None, "relaxed"):
         raise InputError(
             f"--for {accuracy}: found --updaters {updaters}, which are for relaxed plans; add --for relaxed, or leave "
@@ -97,7 +100,7 @@ class Phase:
 
     name: str
     most_s: float
-    """What it may take where nothing is short of time; else phases share what is left in proportion."""
+    """Seconds that it may take; if time is short, phases share what is left in proportion."""
 
 
 def curves(flat: Sequence[str]) -> int:
@@ -107,7 +110,7 @@ def curves(flat: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a profile measures; each rank has rank 0's."""
+    """The measurements of a profile; each rank has rank 0's."""
 
     step: bool = True
     """The step itself and its layers."""
@@ -115,10 +118,11 @@ class Wanted:
     flat: tuple[str, ...] = ()
     """Collectives over all ranks."""
     inside: tuple[str, ...] = ()
-    """Likewise over the ranks of a node, and between nodes."""
+    """Collectives over the ranks of a node."""
     between: tuple[str, ...] = ()
+    """Collectives between nodes."""
     beside: tuple[str, ...] = ()
-    """Kinds of messages beside backward."""
+    """Kinds of messages during backward."""
     selection: bool = False
     delay: bool = False
 
@@ -126,10 +130,15 @@ class Wanted:
     def of(
         cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, known: Cluster | None = None
     ) -> Wanted:
-        """Return what plans of a class need, beyond what is `known` of the cluster of a profile that is added to.
+        """Return what plans of a class need.
 
-        With `two_links` those inside nodes are measured apart from those between them; with `halves` ranks could share
-        the optimizer's step; with `norms` it needs those of layers.
+        Args:
+            accuracy: the class.
+            ranks: number of ranks.
+            two_links: whether intra-node and inter-node links are measured apart.
+            halves: whether the optimizer's step can be sharded.
+            norms: whether the optimizer needs the norms of layers.
+            known: the cluster of a profile that is added to.
         """
         first = known is None
         if ranks == 1:
@@ -157,7 +166,7 @@ class Wanted:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """In their order."""
+        """Return the phases in their order."""
         flat, apart = curves(self.flat), len(self.inside) + len(self.between)
         phases = [
             (self.step, REPEATS, 15.0),
@@ -173,7 +182,7 @@ class Wanted:
 
 
 class Phases:
-    """Shares a budget out among phases, alike on all ranks; the first rank says which one begins.
+    """Shares a budget out among phases, alike on all ranks; the first rank reports which one begins.
 
     The budget counts from the beginning of the first phase.
     """
@@ -184,13 +193,13 @@ class Phases:
         self._done = 0
 
     def begin(self, name: str, world: World) -> float:
-        """Return the seconds that the next phase may take, which has this name; every rank of the world calls it."""
+        """Return the seconds that the next phase, which has this name, may take; every rank of the world calls it."""
         phase, rest = self._phases[self._done], self._phases[self._done :]
         assert phase.name == name, f"{phase.name!r} comes next, not {name!r}"
         self._done += 1
         now_s = time.perf_counter()
         self._began_s = now_s if self._began_s is None else self._began_s
-        # Of the rank where the least is left.
+        # The rank with the least time left counts.
         spent_s: list[float] = world.gather(now_s - self._began_s, "comparing clocks")
         share = min(1.0, max(0.0, self._budget_s - max(spent_s)) / sum(each.most_s for each in rest))
         allowed_s = max(LEAST_S, share * phase.most_s)
@@ -207,7 +216,7 @@ class Phases:
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Let lines be seen on standard error while this lasts, where nobody has configured `logging`."""
+    """Show the logger's lines on standard error while this lasts, unless `logging` is configured."""
     if LOGGER.hasHandlers():
         yield
         return

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
-from planner.profile.compute import Step
+from planner.profile.bench import Bench, Progress
+from planner.profile.compute import Training
 from planner.profile.measuring import Measuring, count_nodes, now
-from planner.profile.progress import Progress
 from planner.profile.request import BUDGET_S, Request, heard
 from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
@@ -27,8 +28,10 @@ from runtime.plan import Accuracy
 from runtime.session.attaching import STEPS_PER_DEADLINE
 from runtime.torch_compat import is_wrapped
 
+T = TypeVar("T")
+
 TIMEOUT_S = 300.0
-"""Deadline of each wait before a step has been measured: one of the slowest model has to fit, or its tracing."""
+"""Deadline of each wait before a step has been measured: a step of the slowest model has to fit, or its tracing."""
 
 SLOWEST_BYTES_PER_S = 10e6
 """A collective of the whole model has to fit into the deadline on a network as slow as this."""
@@ -47,18 +50,18 @@ def profile_step(
 ) -> Profile:
     """Measure a step of a script that is already running, and the links between its ranks.
 
-    Says which phase begins, and what is left, through the logger `planner.profile`; on standard error where nobody has
-    configured `logging`.
+    The logger `planner.profile` reports each phase and the time that is left; on standard error if `logging` is not
+    configured.
 
     Args:
         model: the bare module that `step` trains.
         step: runs one forward and backward; may be called some dozens of times. Every rank calls `profile_step`.
         optimizer: its `step()` is timed where given; otherwise the update counts as free.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
-        accuracy: the riskiest class of plans that are to be decided from it: `bounded` also measures gathers and what
-            selecting elements costs, `relaxed` also what delayed updates cost.
+        accuracy: the riskiest class of plans that are to be decided from it: `bounded` also measures gathers and the
+            costs of selecting elements, `relaxed` also those of delayed updates.
         add_to: a profile of this model on these ranks, or its path, to which only what it lacks is added.
-        budget_s: what it may take beyond its first steps, which are ten at the most where steps are long.
+        budget_s: seconds that it may take beyond its first steps, which are at most ten if steps are long.
         timeout_s: deadline of every wait for other ranks. Default: 300 s until the step has been measured and while it
             is traced; 20 steps, at least 30 s, while collectives are timed (see `deadline_s`).
 
@@ -72,9 +75,7 @@ def profile_step(
     """
     base = load_profile(add_to) if isinstance(add_to, str | Path) else add_to
     request = Request(accuracy=accuracy, add_to=base, budget_s=budget_s)
-    return measure(
-        model, lambda _: step(), optimizer, process_group, request=request, progress=Progress(), timeout_s=timeout_s
-    )
+    return measure(Training(model, lambda _: step(), optimizer), request, process_group, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -88,29 +89,36 @@ def joined(group: dist.ProcessGroup | None, timeout_s: float | None, notice_s: f
 
 
 def deadline_s(step_us: float, size_bytes: int) -> float:
-    """Return the default deadline of ranks that exchange messages of `size_bytes` and whose steps take so long."""
+    """Return the default deadline of ranks that exchange messages of `size_bytes`, with steps of `step_us`."""
     return bounded_timeout_s(max(STEPS_PER_DEADLINE * step_us / 1e6, size_bytes / SLOWEST_BYTES_PER_S))
 
 
 def measure(
-    model: nn.Module,
-    step: Step,
-    optimizer: torch.optim.Optimizer | None,
-    process_group: dist.ProcessGroup | None,
+    training: Training,
+    request: Request,
+    process_group: dist.ProcessGroup | None = None,
     *,
-    progress: Progress,
-    request: Request | None = None,
     name: str | None = None,
+    progress: Progress | None = None,
     timeout_s: float | None = None,
 ) -> Profile:
-    """`profile_step` for a step that says when its backward begins; `name` is the model's in the profile."""
-    request = request or Request()
+    """Measure a step that reports when its backward begins; otherwise as `profile_step`.
+
+    Args:
+        training: the step.
+        request: what is measured.
+        process_group: the ranks that train together.
+        name: of the model in the profile; default: its class.
+        progress: shows bars.
+        timeout_s: deadline of every wait for other ranks.
+    """
+    model = training.model
     with joined(process_group, timeout_s) as world, heard():
         # Every rank comes to the same verdict, so that none waits for one that has given up.
         everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
         refuse_alike([problem for problem, _ in everyone])
         check_same_model([print_ for _, print_ in everyone])
-        device, emulation = next(iter(trainable_parameters(model).values())).device, emulation_here()
+        device, emulation = training.device, emulation_here()
         nodes: list[str] = world.gather(node_name(), "counting machines")
         described = ProfileWorld(
             ranks=world.ranks,
@@ -128,12 +136,12 @@ def measure(
         # What is added to a profile has to be measured of its model, in its world.
         wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
         refuse_alike(world.gather(wrong, "comparing profiles"))
-        measuring = Measuring(model, step, optimizer, world, nodes, request, progress)
-        with preserved(model, optimizer):
+        measuring = Measuring(training, Bench(world, device, progress or Progress()), nodes, request)
+        with preserved(model, training.optimizer):
             found = request.add_to or measuring.step(name or type(model).__name__, described)
             with _with_measured_timeout(world, found.compute, process_group, timeout_s) as hurried:
                 measuring.links(hurried, found.compute)
-                # With the long deadline: who traces a model may take long. And before what can be shortened.
+                # With the long deadline: tracing a model may take long. And before what can be shortened.
                 found = found if request.add_to else measuring.layers(world, found)
                 measuring.beside(hurried, found.compute)
         mine = replace(found, cluster=measuring.cluster(found))
@@ -145,7 +153,7 @@ def measure(
 def _with_measured_timeout(
     world: World, compute: ComputeProfile, process_group: dist.ProcessGroup | None, timeout_s: float | None
 ) -> Iterator[World]:
-    """Join the same ranks with a deadline that follows from the measured step, where none was given."""
+    """Join the same ranks with a deadline that follows from the measured step, unless one was given."""
     if world.group is None or timeout_s is not None:
         yield world
         return
@@ -153,8 +161,33 @@ def _with_measured_timeout(
         yield hurried
 
 
+def decided_by_first(world: World, decide: Callable[[], T], what: str) -> T:
+    """Return what the first rank decides, the same on all ranks; every rank calls it.
+
+    So ranks whose libraries round differently cannot come to different decisions.
+
+    Args:
+        world: the ranks.
+        decide: called on the first rank alone.
+        what: names the exchange in errors.
+
+    Raises:
+        InputError: on all ranks alike, if the first one raises it.
+    """
+    mine: T | InputError | None = None
+    if world.rank == 0:
+        try:
+            mine = decide()
+        except InputError as error:
+            mine = error
+    found: T | InputError = world.gather(mine, what)[0]
+    if isinstance(found, InputError):
+        raise found
+    return found
+
+
 def refuse_alike(problems: Sequence[str | None]) -> None:
-    """Raise InputError on all ranks alike, given what is wrong on each."""
+    """Raise InputError on all ranks alike, given the problem of each."""
     first = {problem: rank for rank, problem in reversed(list(enumerate(problems))) if problem}
     if first:
         alike = len(set(problems)) == 1
@@ -162,7 +195,7 @@ def refuse_alike(problems: Sequence[str | None]) -> None:
 
 
 def _incompatibility(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:
-    """Return why nothing can be added to a profile here."""
+    """Return the reason why nothing can be added to a profile here."""
     hint = "profile anew, with none to add to"
     if known.model.fingerprint != model_fingerprint(model):
         return (
@@ -179,7 +212,7 @@ def _incompatibility(known: Profile, model: nn.Module, here: ProfileWorld) -> st
 
 
 def check_same_model(fingerprints: Sequence[str]) -> None:
-    """Raise InputError where ranks hold different models, given the fingerprints of all."""
+    """Raise InputError if ranks hold different models, given the fingerprints of all."""
     if len(set(fingerprints)) > 1:
         listed = ", ".join(f"rank {rank}: {print_}" for rank, print_ in enumerate(fingerprints[:8]))
         raise InputError(

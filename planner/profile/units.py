@@ -1,25 +1,26 @@
-"""Which modules FSDP2 can gather together, and what each of them computes and keeps: observed in a model's steps."""
+"""The modules that FSDP2 can gather together, with their times and memory, observed in a model's steps."""
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.documents.units import Unit, Units, UnitWeight
-from planner.profile.links import synchronize
+from planner.profile.bench import synchronize
+from planner.profile.compute import Step
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.plan.fully_sharded import ROOT
-from runtime.sharded.state import state_bytes
 from runtime.torch_compat import tree_leaves
 
 REPEATS = 5
@@ -30,8 +31,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def candidate_units(model: nn.Module) -> list[str]:
     """Return the paths of modules that could be groups, or parts of one, in the order of registration.
 
-    Those are the members of lists of blocks, and what lies beside the lists; a module is looked into where it has such
-    a list inside, but members of lists never are.
+    Those are the members of lists of blocks, and the modules next to the lists; a module that has such a list inside is
+    replaced by its parts, but a member of a list never is.
     """
     found: list[str] = []
 
@@ -52,20 +53,20 @@ def candidate_units(model: nn.Module) -> list[str]:
 
 def weights_of(model: nn.Module) -> tuple[UnitWeight, ...]:
     """Return the model's parameters, a tied one once, with all modules that have it."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    paths: dict[nn.Parameter, dict[str, None]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            found.setdefault(id(parameter), (parameter, []))[1].append(path)
+            paths.setdefault(parameter, {})[path] = None
     return tuple(
-        UnitWeight(modules=tuple(dict.fromkeys(paths)), shape=tuple(parameter.shape), trainable=parameter.requires_grad)
-        for parameter, paths in found.values()
+        UnitWeight(modules=tuple(modules), shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+        for parameter, modules in paths.items()
     )
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the memory of tensors that operations make, while they live; not of those that were there before.
 
-    FSDP2 gives whole parameters memory and takes it away without an operation, which is seen, too.
+    FSDP2 resizes the storage of whole parameters without an operation, which is counted, too.
     """
 
     def __init__(self, fixed: set[int]) -> None:
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         self._now_bytes = self._most_bytes = 0
         self._resize = torch.UntypedStorage.resize_
         self.peaks: list[tuple[float, int, int]] = []
-        """(time, the most since the time before, what is there at that time)."""
+        """(time in µs, most bytes since the time before, bytes at that time)."""
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -102,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def total_bytes(self) -> int:
-        """The most of all intervals."""
+        """Most bytes of all intervals."""
         return max(self._most_bytes, *(most for _, most, _ in self.peaks), 0)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -124,34 +125,36 @@ class LiveBytes(TorchDispatchMode):
         self._most_bytes = self._now_bytes
 
     def most(self, from_us: float, to_us: float) -> int:
-        """Return the most between two times at which intervals ended."""
+        """Return the most bytes between two times at which intervals ended."""
         return max((most for time_us, most, _ in self.peaks if from_us < time_us <= to_us), default=0)
 
     def at(self, time_us: float) -> int:
-        """Return what was there when an interval ended."""
+        """Return the bytes when an interval ended."""
         return next(now for marked_us, _, now in self.peaks if marked_us == time_us)
-
-
-class Working(NamedTuple):
-    """What a unit takes beyond activations and gradients of parameters, in bytes."""
-
-    forward: int
-    backward: int
-    carried: int
-    """When its backward begins."""
 
 
 @dataclass(eq=False)
 class _Seen:
-    """What one step showed of a unit."""
+    """One unit in one step."""
 
     begun_us: list[float] = field(default_factory=list)
     ended_us: list[float] = field(default_factory=list)
     backward_us: list[float] = field(default_factory=list)
-    """When the gradient of its output was there; the first time counts."""
+    """Times at which the gradient of its output was there; the first one counts."""
     activation_bytes: int = 0
     input_requires_grad: bool = False
     output: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _StepSeen:
+    """One step, with what was seen of each unit by path."""
+
+    seen: dict[str, _Seen]
+    begun_us: float
+    backward_us: float
+    """Begin of backward."""
+    ended_us: float
 
 
 class Observer:
@@ -163,53 +166,56 @@ class Observer:
         self._device = next(model.parameters()).device
         self._live: LiveBytes | None = None
         self.passes_through = False
-        """Whether the model's output is that of the last unit."""
+        """Whether the model's output was that of the last unit in some step."""
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def now_us(self) -> float:
+        """Return the time, and end an interval of the memory that is counted."""
         synchronize(self._device)
         time_us = time.perf_counter() * 1e6
         if self._live is not None:
             self._live.mark(time_us)
         return time_us
 
-    def working(self, run: Callable[[Callable[[], None]], object]) -> tuple[list[Working], int]:
-        """Return what a step takes beyond activations and gradients: units, in the order of `paths`, and the loss."""
+    def working(self, run: Step) -> tuple[NDArray[np.int64], int]:
+        """Measure the memory of a step beyond activations and gradients of parameters, in bytes.
+
+        Returns:
+            By unit (in its forward, in its backward, when its backward begins), shape (units, 3); and in the loss.
+        """
         for parameter in self._model.parameters():
             parameter.grad = None
         with LiveBytes(self._fixed) as live:
             self._live = live
-            seen, begun_us, _, ended_us = self.step(run)
+            step = self.step(run)
         self._live = None
-        ends_us = [begun_us, *(seen[path].ended_us[0] for path in self._paths)]
+        units = [step.seen[path] for path in self._paths]
+        ends_us = [step.begun_us, *(unit.ended_us[0] for unit in units)]
         # What the model computes behind its last unit counts as that one's: parameters and buffers are still as there.
         ends_us[-1] = max([ends_us[-1], *self._root.ended_us])
-        marks_us = [ended_us, *(min(seen[path].backward_us) for path in self._paths)]
-        found: list[Working] = []
+        marks_us = [step.ended_us, *(min(unit.backward_us) for unit in units)]
+        found = np.zeros((len(units), 3), dtype=np.int64)
         kept = reduced = 0
-        for place, path in enumerate(self._paths):
-            kept += seen[path].activation_bytes
-            found.append(Working(max(0, live.most(ends_us[place], ends_us[place + 1]) - kept), 0, 0))
+        for at, unit in enumerate(units):
+            kept += unit.activation_bytes
+            found[at, 0] = max(0, live.most(ends_us[at], ends_us[at + 1]) - kept)
         loss = max(0, live.most(ends_us[-1], marks_us[-1]) - kept)
-        for place, path in reversed(list(enumerate(self._paths))):
-            carried = max(0, live.at(marks_us[place + 1]) - kept - reduced)
-            reduced += sum(p.numel() * p.element_size() for p in self._modules[path].parameters() if p.requires_grad)
-            most = live.most(marks_us[place + 1], marks_us[place]) - kept - reduced
-            found[place] = Working(found[place].forward, most, carried)
-            kept -= seen[path].activation_bytes
+        for at, unit in reversed(list(enumerate(units))):
+            found[at, 2] = max(0, live.at(marks_us[at + 1]) - kept - reduced)
+            parameters = self._modules[self._paths[at]].parameters()
+            reduced += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+            found[at, 1] = live.most(marks_us[at + 1], marks_us[at]) - kept - reduced
+            kept -= unit.activation_bytes
         return found, loss
 
-    def step(self, run: Callable[[Callable[[], None]], object]) -> tuple[dict[str, _Seen], float, float, float]:
-        """Run a step, which calls what it is given when forward is over.
-
-        Return what was seen by path, and when it began, backward began, and it ended.
-        """
+    def step(self, run: Step) -> _StepSeen:
+        """Run a step, which calls its argument when forward is over."""
         seen = {path: _Seen() for path in self._paths}
         self._root = _Seen()
         over: list[float] = []
         with ExitStack() as stack:
             for path in self._paths:
-                stack.enter_context(self._watch(self._modules[path], seen[path], path))
+                stack.enter_context(self._watch(self._modules[path], seen[path]))
             stack.callback(self._model.register_forward_hook(self._ended).remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
             self._now: _Seen | None = None
@@ -222,7 +228,7 @@ class Observer:
         self.passes_through = self.passes_through or any(id(tensor) in outputs for tensor in self._root.output)
         for one in (*seen.values(), self._root):
             one.output.clear()
-        return seen, begun_us, over[0] if over else begun_us, ended_us
+        return _StepSeen(seen, begun_us, over[0] if over else begun_us, ended_us)
 
     def _ended(self, _model: nn.Module, _given: Any, output: Any) -> None:
         self._root.ended_us.append(self.now_us())
@@ -238,7 +244,7 @@ class Observer:
         return tensor
 
     @contextmanager
-    def _watch(self, module: nn.Module, seen: _Seen, path: str) -> Iterator[None]:
+    def _watch(self, module: nn.Module, seen: _Seen) -> Iterator[None]:
         def before(_module: nn.Module, given: Any, named: Any) -> None:
             seen.begun_us.append(self.now_us())
             seen.input_requires_grad = any(tensor.requires_grad for tensor in _tensors((given, named)))
@@ -247,7 +253,7 @@ class Observer:
         def after(_module: nn.Module, _given: Any, output: Any) -> None:
             seen.ended_us.append(self.now_us())
             tensors = _tensors(output)
-            if self._live is None:  # held, they would count as memory of the step
+            if self._live is None:  # while they are held they count as memory of the step
                 seen.output.extend(tensors)
             for tensor in tensors:
                 if tensor.requires_grad:
@@ -269,33 +275,25 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def measure_units(
-    model: nn.Module, run: Callable[[Callable[[], None]], object], optimizer: torch.optim.Optimizer | None,
-    world: World, *, paths: Sequence[str] | None = None, repeats: int = REPEATS, update_us: float = 0.0,
-) -> Units:  # fmt: skip
+    model: nn.Module, run: Step, world: World, *, paths: Sequence[str] | None = None, repeats: int = REPEATS
+) -> Units:
     """Return what each unit of a model computes and keeps, the same on all ranks: of the slowest rank, as others wait.
 
     Args:
         model: the plain model.
-        run: a step, forward and backward without communication; calls what it is given in between.
-        optimizer: whose state counts as memory; None: none.
+        run: a step, forward and backward without communication; calls its argument in between.
         world: all of its ranks call this.
-        paths: the units; default: `candidate_units`.
-        repeats: of which the median counts.
-        update_us: of all parameters.
+        paths: the units; default: `candidate_units`. Those that compute more than once or never in a step, or return
+            nothing that has a gradient, are left to the model itself.
+        repeats: number of steps, whose median counts.
 
-    Raises InputError: units are called more than once or never in a step, or return nothing that has a gradient; ones
-    that come to nothing but this are left to the model itself by default.
+    Raises:
+        InputError: no unit is left.
     """
-    given = paths is not None
-    wanted = list(paths if paths is not None else candidate_units(model))
-    first, _, _, _ = Observer(model, wanted).step(run)
-    odd = [path for path in wanted if len(first[path].begun_us) != 1 or not first[path].backward_us]
-    if odd and given:
-        times = len(first[odd[0]].begun_us)
-        raise InputError(
-            f"{odd[0]}: found {times} forwards in a step, or no gradient of its output, expected one: leave it out"
-        )
-    order = sorted((path for path in wanted if path not in odd), key=lambda path: first[path].begun_us[0])
+    wanted = candidate_units(model) if paths is None else paths
+    first = Observer(model, wanted).step(run).seen
+    once = [path for path in wanted if len(first[path].begun_us) == 1 and first[path].backward_us]
+    order = sorted(once, key=lambda path: first[path].begun_us[0])
     if not order:
         raise InputError(
             f"{type(model).__name__}: found no module that computes once in a step, expected some to group; FSDP2 "
@@ -304,42 +302,32 @@ def measure_units(
     observer = Observer(model, order)
     for _ in range(WARM_UP):
         observer.step(run)
-    forward: list[list[float]] = []
-    backward: list[list[float]] = []
+    times_us = []
     for _ in range(repeats):
-        seen, begun_us, over_us, ended_us = observer.step(run)
-        ends = [seen[path].ended_us[0] for path in order]
-        ends[-1] = max(over_us, ends[-1])
-        forward.append([end - start for start, end in zip([begun_us, *ends], ends, strict=False)])
-        marks = [min(seen[path].backward_us) for path in order]
-        marks[-1] = max(over_us, seen[order[-1]].ended_us[0])
-        backward.append([max(0.0, until - at) for at, until in zip(marks, [ended_us, *marks], strict=False)])
-    memory: list[tuple[list[Working], int]] = world.gather(observer.working(run), "comparing memory of modules")
-    working = [Working(*map(max, zip(*ranks, strict=True))) for ranks in zip(*(one for one, _ in memory), strict=True)]
-    mine = [[statistics.median(times) for times in zip(*every, strict=True)] for every in (forward, backward)]
-    everyone = world.gather(mine, "comparing times of modules")
-    forward_us, backward_us = (
-        [max(times) for times in zip(*(one[way] for one in everyone), strict=True)] for way in (0, 1)
-    )
-    parameters_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        step = observer.step(run)
+        ends_us = [step.seen[path].ended_us[0] for path in order]
+        marks_us = [min(step.seen[path].backward_us) for path in order]
+        ends_us[-1] = marks_us[-1] = max(step.backward_us, ends_us[-1])
+        forward_us, backward_us = np.diff([step.begun_us, *ends_us]), -np.diff([step.ended_us, *marks_us])
+        times_us.append([forward_us, np.maximum(0.0, backward_us)])
+    memory: list[tuple[NDArray[np.int64], int]] = world.gather(observer.working(run), "comparing memory of modules")
+    working = np.max([rows for rows, _ in memory], axis=0).tolist()
+    mine_us = np.median(times_us, axis=0)
+    forwards_us, backwards_us = np.max(world.gather(mine_us, "comparing times of modules"), axis=0).tolist()
     units = Units(
         units=tuple(
             Unit(
-                module=path, forward_us=round(forward_us[index], 3), backward_us=round(backward_us[index], 3),
-                activation_bytes=seen[path].activation_bytes, forward_working_bytes=working[index].forward,
-                backward_working_bytes=working[index].backward, carried_bytes=working[index].carried,
-                input_requires_grad=seen[path].input_requires_grad,
+                module=path, forward_us=round(forwards_us[at], 3), backward_us=round(backwards_us[at], 3),
+                activation_bytes=step.seen[path].activation_bytes, forward_working_bytes=working[at][0],
+                backward_working_bytes=working[at][1], carried_bytes=working[at][2],
+                input_requires_grad=step.seen[path].input_requires_grad,
             )
-            for index, path in enumerate(order)
+            for at, path in enumerate(order)
         ),
         loss_working_bytes=max(loss for _, loss in memory),
         weights=weights_of(model),
         element_bytes=next(model.parameters()).element_size(),
-        state_factor=(
-            round(state_bytes(optimizer.state) / parameters_bytes, 3) if optimizer and parameters_bytes else 0.0
-        ),
         passes_through=(ROOT,) if observer.passes_through else (),
-        update_us=update_us,
     )  # fmt: skip
     agreed: Units = world.gather(units, "agreeing on the modules")[0]
     return agreed

@@ -1,4 +1,4 @@
-"""What local updaters are planned from: what backward spends on which layer, and what concurrent updaters get done.
+"""Measurements for local updaters: the parts of backward by layer, and the throughput of concurrent updaters.
 
 Backward is taken apart by leaving parts of it out. A partial backward for one layer alone brings gradients of inputs
 down to it, and forms that layer's gradients of weights; one for all layers down to it forms the others' too. The
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
 from planner.documents.profile import ComputeProfile, Gradient
-from planner.profile.links import timed_us
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench
+from runtime.comm.shared_memory import available_bytes
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
-from runtime.datacache.memory import available_bytes
 from runtime.errors import InputError
 from runtime.local_async import LocalJob, run_local_async
 from runtime.local_async.partial import partial_backward
@@ -37,30 +36,30 @@ from runtime.plan.timeline import Span
 Floats = NDArray[np.float64]
 
 PROBES = 24
-"""Layers that are measured at the most."""
+"""Most layers that are measured."""
 WARM_UPS, REPEATS = 1, 7
 BUDGET_S = 10.0
-"""What taking backward apart may take; fewer layers are measured where steps are long."""
+"""Seconds that taking backward apart may take; fewer layers are measured if steps are long."""
 LEAST_PROBES = 6
 
 RUN_S = 4.0
-"""What one half of a run with updaters may take, if one process alone worked."""
+"""Seconds of one half of a run with updaters, if one process alone worked."""
 LEAST_MINIBATCHES, MOST_MINIBATCHES = 12, 300
-"""Of each updater in a half; of all of a rank's."""
+"""Least number of minibatches of each updater in a half, and most of all updaters of a rank."""
 BEGINNING = 0.25
 """Share of the first half that does not count."""
 
 
 def measure_backward(
-    loss: Callable[[], Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    compute: ComputeProfile,
-    world: World,
-    progress: Progress,
+    loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter], compute: ComputeProfile, bench: Bench
 ) -> tuple[float, float, tuple[LayerBackward, ...]]:
     """Return (forward, backward from the loss to the first layer, the parts of each layer), the same on all ranks.
 
-    `loss` is one forward, which does not change the model but for buffers; readiness is that of the measured step.
+    Args:
+        loss: runs one forward, which does not change the model but for buffers.
+        parameters: the trained ones by canonical name.
+        compute: the measured step, whose readiness counts.
+        bench: the ranks.
     """
     runs = _runs(compute.gradients)
     most = _affordable(compute.forward_us + compute.backward_us)
@@ -68,16 +67,17 @@ def measure_backward(
     tensors = [[parameters[gradient.name] for gradient in run] for run in runs]
     # Row: of each probe (forward, backward for it alone, what the others add), one right after the other.
     rows: list[list[tuple[float, float, float]]] = []
-    for _ in progress.track(range(WARM_UPS + REPEATS), "partial backwards"):
-        world.gather(None, "beginning to time partial backwards")
+
+    def time_probes() -> None:
         rows.append([])
         for probe in probes:
-            forward, single = _timed_us(loss, tensors[probe])
-            _, whole = _timed_us(loss, [parameter for run in tensors[: probe + 1] for parameter in run])
-            rows[-1].append((forward, single, whole - single))
-    everyone: list[list[list[tuple[float, float, float]]]] = world.gather(rows[WARM_UPS:], "comparing backwards")
-    times_us = np.median(np.array(everyone), axis=1)  # over repeats: (ranks, probes, 3)
-    forward_us, single_us, others_us = np.median(times_us, axis=0).T
+            forward_us, single_us = _timed_us(bench, loss, tensors[probe])
+            _, whole_us = _timed_us(bench, loss, [parameter for run in tensors[: probe + 1] for parameter in run])
+            rows[-1].append((forward_us, single_us, whole_us - single_us))
+
+    bench.times_us([time_probes], REPEATS, "partial backwards", WARM_UPS)
+    times_us = np.median(np.array(bench.world.gather(rows[WARM_UPS:], "comparing backwards")), axis=1)
+    forward_us, single_us, others_us = np.median(times_us, axis=0).T  # over repeats, then ranks: (probes, 3)
     return (round(float(np.median(forward_us)), 3), *take_apart(runs, probes, single_us, others_us))
 
 
@@ -100,12 +100,11 @@ def _probes(times_us: Sequence[float], most: int) -> list[int]:
     return sorted({0, count - 1, *np.clip(np.searchsorted(reached, wanted), 0, count - 1).tolist()})
 
 
-def _timed_us(loss: Callable[[], Tensor], block: Sequence[Tensor]) -> tuple[float, float]:
+def _timed_us(bench: Bench, loss: Callable[[], Tensor], block: Sequence[Tensor]) -> tuple[float, float]:
     """Time (forward, partial backward)."""
     values: list[Tensor] = []
-    device = block[0].device
-    forward_us = timed_us(lambda: values.append(loss()), device)
-    return forward_us, timed_us(lambda: partial_backward(values[0], block), device)
+    forward_us = bench.timed_us(lambda: values.append(loss()))
+    return forward_us, bench.timed_us(lambda: partial_backward(values[0], block))
 
 
 def take_apart(
@@ -117,7 +116,7 @@ def take_apart(
         runs: gradients by layer, in readiness order.
         probes: the layers that were measured, growing, with the first and the last.
         single_us: backward for each of them alone. Shape (probes,).
-        others_us: by how much longer it is for all layers before it in readiness, too. Shape (probes,).
+        others_us: additional time of backward for all layers before it in readiness. Shape (probes,).
     """
     reached_us = np.cumsum([sum(gradient.backward_us for gradient in run) for run in runs])
     at_us = reached_us[list(probes)]
@@ -151,7 +150,7 @@ def take_apart(
 def with_updates(
     layers: Sequence[LayerBackward], gradients: Sequence[Gradient], update_us: float
 ) -> tuple[LayerBackward, ...]:
-    """Return layers with their shares, by elements, of what an update of all takes."""
+    """Return layers with their shares, by elements, of the time of an update of all."""
     elements = [sum(gradient.numel for gradient in run) for run in _runs(gradients)]
     scale = update_us / max(1, sum(elements))
     return tuple(
@@ -161,7 +160,7 @@ def with_updates(
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of updaters."""
+    """The measured rate of a number of updaters."""
 
     rate: UpdaterRate
     batch_us: float
@@ -170,17 +169,23 @@ class Measured:
 
 
 def measure_updaters(
-    job: Callable[[], LocalJob], names: Sequence[str], step_us: float, world: World, most: int, progress: Progress
+    job: Callable[[], LocalJob], names: Sequence[str], step_us: float, bench: Bench, most: int
 ) -> tuple[Measured, ...]:
-    """Measure what 1, 2, 4, … updaters of each rank get done, up to `most`; fewer where memory does not hold them, or
-    where the last two numbers got no more done than the one before them.
+    """Measure the throughput of 1, 2, 4, … updaters of each rank.
 
-    `names` are those of all gradients in readiness order, `step_us` is a minibatch of one process.
+    It ends early if memory does not hold them, or if the last two numbers had no more throughput than the one before.
+
+    Args:
+        job: makes the job, on a rank and on each of its updaters.
+        names: all gradients in readiness order.
+        step_us: time of a minibatch of one process.
+        bench: the ranks.
+        most: largest number of updaters.
     """
     points: list[Measured] = []
-    for updaters in progress.track(numbers_up_to(most), "concurrent updaters"):
+    for updaters in bench.progress.track(numbers_up_to(most), "concurrent updaters"):
         try:
-            points.append(_measure(job, names, step_us, world, updaters))
+            points.append(_measure(job, names, step_us, bench.world, updaters))
         except InputError:  # on all ranks alike
             if not points:
                 raise
@@ -191,19 +196,19 @@ def measure_updaters(
 
 
 def expected_s(step_us: float, most: int) -> float:
-    """Estimate how long measuring up to so many updaters takes, at a step of one process of so many microseconds."""
+    """Estimate the seconds of measuring up to `most` updaters, at a step of one process of `step_us` microseconds."""
     step_s, numbers = step_us / 1e6, numbers_up_to(most)
     apart_s = 2 * (WARM_UPS + REPEATS) * _affordable(step_us) * step_s
     return apart_s + sum(2 * max(RUN_S, LEAST_MINIBATCHES * updaters * step_s) for updaters in numbers)
 
 
 def stalled(minibatch_us: Sequence[float]) -> bool:
-    """Whether neither of the last two numbers of updaters got more done than the one before them."""
+    """Return whether neither of the last two numbers of updaters had more throughput than the one before them."""
     return len(minibatch_us) > 2 and min(minibatch_us[-2:]) >= minibatch_us[-3]
 
 
 def numbers_up_to(most: int) -> list[int]:
-    """Powers of two, then `most` itself."""
+    """Return powers of two, then `most` itself."""
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
 
 
@@ -245,7 +250,7 @@ def _measure(
 
 
 def _median_us(spans: Sequence[Span], task: str) -> float:
-    """Of the spans whose task begins so."""
+    """Return the median duration of the spans whose task begins with `task`."""
     return statistics.median(span.duration_us for span in spans if span.task.startswith(f"{task} "))
 
 
@@ -266,16 +271,21 @@ def measure_local_async(
     loss: Callable[[], Tensor],
     parameters: Mapping[str, nn.Parameter],
     compute: ComputeProfile,
-    world: World,
+    bench: Bench,
     most: int,
-    progress: Progress,
 ) -> LocalAsyncProfile:
-    """Measure the whole section; every rank calls it. Raises InputError where updaters cannot share the model."""
-    memory: list[tuple[str, int]] = world.gather((node_name(), available_bytes()), "comparing memory")
+    """Measure the profile's section on local updaters; every rank calls it.
+
+    Arguments are those of `measure_backward` and `measure_updaters`.
+
+    Raises:
+        InputError: updaters cannot share the model.
+    """
+    memory: list[tuple[str, int]] = bench.world.gather((node_name(), available_bytes()), "comparing memory")
     nodes = [node for node, _ in memory]
-    forward_us, loss_us, layers = measure_backward(loss, parameters, compute, world, progress)
+    forward_us, loss_us, layers = measure_backward(loss, parameters, compute, bench)
     names = [gradient.name for gradient in compute.gradients]
-    points = measure_updaters(job, names, compute.step_us, world, most, progress)
+    points = measure_updaters(job, names, compute.step_us, bench, most)
     return LocalAsyncProfile(
         batch_us=points[0].batch_us,
         forward_us=forward_us,

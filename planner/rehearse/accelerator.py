@@ -1,4 +1,4 @@
-"""An accelerator whose work is waited for: a job with a profile's gradients, sizes and times, that computes nothing."""
+"""An accelerator that is a timed wait: a job with a profile's gradients, sizes and times, that computes nothing."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _OfLayer = tuple[nn.Parameter, float, Tensor]
 """A parameter, its part of backward in microseconds, and its gradient."""
 
 SPIN_S = 200e-6
-"""The end of each wait, which is not slept: a sleep ends some tens of microseconds late. Of undilated time: spinning
-ranks take the cores from those that send."""
+"""Undilated seconds at the end of each wait that are not slept: a sleep ends some tens of microseconds late, but
+spinning ranks take the cores from those that send."""
 SEED = 0
 
 
 class Accelerator:
     """The timeline of a device: work queues up, and the host waits for the end of what it has put there.
 
-    A device is delayed by its host only when it runs dry. So hosts' time between two pieces of work counts on a clock
-    of its own, which waits do not move: work begins when what was queued before it is done, or when a host that never
-    waits would have queued it, whichever is later.
+    A device is delayed by its host only when its queue is empty. So hosts' time between two pieces of work counts on a
+    clock of its own, which waits do not move: work begins when what was queued before it is done, or when a host that
+    never waits would have queued it, whichever is later.
     """
 
     def __init__(self, dilate: float = 1.0) -> None:
         self._spin_s = SPIN_S / dilate
         self._device_s = self._host_s = self._left_s = 0.0
         self.late_us = 0.0
-        """How long the device ran dry, or was waited for in vain by an update, in all."""
+        """Microseconds in which the device was idle, or an update waited for it in vain, in all."""
 
     def synchronize(self) -> None:
         """Note that host and device have met: what comes next begins now at the earliest."""
@@ -43,26 +43,29 @@ class Accelerator:
         self._device_s = max(self._device_s, self._host_s)
 
     def arrived(self, waited_s: float) -> None:
-        """Note that a message is there, for which the host has just waited so long: what comes next begins now at the
-        earliest. What the host did before, and does from now on, goes on under work as ever.
+        """Note that a message has come, for which the host has just waited: what follows begins now or later.
+
+        The host's other work still overlaps with the device's.
         """
+        now_s = self._host_continued(waited_s)
+        self._device_s = max(self._device_s, now_s)
+
+    def _host_continued(self, waited_s: float = 0.0) -> float:
+        """Advance the host's clock by its work since it was left, and return the time."""
         now_s = time.perf_counter()
         self._host_s += now_s - self._left_s - waited_s
         self._left_s = now_s
-        self._device_s = max(self._device_s, now_s)
+        return now_s
 
     def queue(self, work_us: float, *, awaited: bool = False) -> None:
         """Put work at the end of the queue; `awaited`: it had to wait for a message, for which no host is late."""
-        now_s = time.perf_counter()
-        self._host_s += now_s - self._left_s
-        self._left_s = now_s
+        self._host_continued()
         self.late_us += 0.0 if awaited else max(0.0, self._host_s - self._device_s) * 1e6
         self._device_s = max(self._device_s, self._host_s) + work_us * 1e-6
 
     def wait(self) -> None:
-        """Return when the queue is empty."""
-        now_s = time.perf_counter()
-        self._host_s += now_s - self._left_s
+        """Block until the queue is empty."""
+        now_s = self._host_continued()
         if self._device_s - now_s > self._spin_s:
             time.sleep(self._device_s - now_s - self._spin_s)
         # Not a bare loop: threads that send need the interpreter, which a spinning thread gives up every 5 ms only.
@@ -76,7 +79,7 @@ class Accelerator:
         self.wait()
 
     def occupy(self, work: Callable[[], T]) -> T:
-        """Do in earnest what the device would do: it is busy for as long."""
+        """Run work that the device would do, which is busy for as long, and return its result."""
         self.queue(0.0)
         started_s = self._left_s
         done = work()
@@ -85,7 +88,7 @@ class Accelerator:
         return done
 
     def run_since_met(self, work_us: float) -> None:
-        """Wait for work that was queued when host and device met, while the host did the same in earnest."""
+        """Wait for work that was queued when host and device met, while the host did the same."""
         self._device_s += work_us * 1e-6
         self.late_us += max(0.0, time.perf_counter() - self._device_s) * 1e6
         self.wait()
@@ -120,11 +123,11 @@ class _Part(nn.Module):
 class AcceleratedModel(nn.Module):
     """A model of a profile's parameters (1-D, under their names) whose forward and backward take the profile's times.
 
-    Forward is one wait; where somebody waits for weights before modules run, it passes through them, each with that
-    share of forward which it has of backward.
+    Forward is one wait; if hooks wait for weights before modules run, it passes through them, each with its share of
+    backward.
 
-    Gradients are drawn once, other ones on each rank. The loss is made of some weights, so that who trains otherwise
-    sees other losses.
+    Gradients are drawn once, different ones on each rank. The loss is made of some weights, so that different training
+    has different losses.
     """
 
     def __init__(self, compute: ComputeProfile, rank: int, dilate: float = 1.0) -> None:
@@ -137,7 +140,9 @@ class AcceleratedModel(nn.Module):
         for gradient in compute.gradients:
             dtype = getattr(torch, gradient.dtype)
             parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=dtype))
-            holder = _register(self, gradient.name, parameter)
+            *path, last = gradient.name.split(".")
+            holder = holder_of(self, path, _Part)
+            holder.register_parameter(last or "_", parameter)
             drawn = torch.randn(gradient.numel, generator=generator).mul_(1e-2).to(dtype)
             self._layers.append((parameter, gradient.backward_us, drawn))
             if not self._parts or self._parts[-1][0] is not holder:
@@ -151,7 +156,7 @@ class AcceleratedModel(nn.Module):
         if any(part._forward_pre_hooks for part, _ in self._parts if part is not self):
             return self._forward_by_part(batch)
         self.device.queue(self._forward_us)
-        # What builds the graph goes on under the forward's wait, as launching kernels does.
+        # Building the graph overlaps with the forward's wait, as launching kernels does.
         chain = self._of_weights() + batch.detach().requires_grad_()
         for parameter, work_us, drawn in reversed(self._layers):
             chain = _Layer.apply(chain, parameter, self.device, work_us, drawn)  # type: ignore[no-untyped-call]
@@ -159,14 +164,14 @@ class AcceleratedModel(nn.Module):
         return chain
 
     def _forward_by_part(self, batch: Tensor) -> Tensor:
-        """The same, module by module; each is called, so that what waits before it does."""
+        """Return the loss module by module; each is called, so that its hooks wait."""
         chain, backward_us = batch.detach().requires_grad_(), sum(us for _, us, _ in self._layers)
         share = self._forward_us / backward_us if backward_us > 0.0 else 0.0
         self.device.queue(0.0 if backward_us > 0.0 else self._forward_us)
         for part, layers in reversed(self._parts):
             forward = _Part.forward.__get__(part) if part is self else part
             chain = forward(chain, layers[::-1], self.device, share * sum(us for _, us, _ in layers))
-        # Weights are all there now, and looking at them goes on under the wait.
+        # Weights are all there now, and reading them overlaps with the wait.
         chain = self._of_weights() + chain
         self.device.wait()
         return chain
@@ -181,7 +186,7 @@ class AcceleratedModel(nn.Module):
         def begin(*_: Any) -> None:
             self.device.synchronize()
 
-        # How much is updated is known after it: where ranks share the step, each has its parts in the optimizer.
+        # The updated part is known after it: of a sharded step each rank has its parts in the optimizer.
         def end(*_: Any) -> None:
             updated = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             self.device.run_since_met(self._update_us * updated / max(1, self._numel))
@@ -190,22 +195,23 @@ class AcceleratedModel(nn.Module):
         optimizer.register_step_post_hook(end)
 
 
-def _register(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
-    """Put a parameter under its dotted name, and return the module that holds it.
+def holder_of(model: nn.Module, path: Sequence[str], make: Callable[[], nn.Module]) -> nn.Module:
+    """Return the module at a path inside a model, where modules are made that are missing.
 
-    Raises InputError where one name is another's beginning.
+    Raises:
+        InputError: a parameter has the name of one of them.
     """
-    *path, last = name.split(".")
     module = model
     for part in path:
+        if part in module._parameters:
+            raise InputError(
+                f"the profile has the gradients {part} and {'.'.join(path)}.…, which no module can have both"
+            )
         inner = module._modules.get(part)
         if inner is None:
-            if part in module._parameters:
-                raise InputError(f"the profile has the gradients {part} and {name}, which no module can have both")
-            inner = _Part()
+            inner = make()
             module.add_module(part or "_", inner)
         module = inner
-    module.register_parameter(last or "_", parameter)
     return module
 
 
@@ -213,9 +219,9 @@ def make_job(compute: ComputeProfile, rank: int, dilate: float = 1.0, fused: boo
     """Return a job that takes the profile's times, updates included.
 
     Args:
-        compute: what to act out, scaled already.
+        compute: the times, scaled already.
         rank: of this process; gradients differ by rank.
-        dilate: by how much, at which waits need not end as precisely.
+        dilate: the dilation, by which waits need not end as precisely.
         fused: whether the real update is one call of the host, which plans with a delay cannot have.
     """
     model = AcceleratedModel(compute, rank, dilate)

@@ -1,4 +1,4 @@
-"""What `planner rehearse` is asked for: a plan with buckets, or wrappings for FSDP2. Never imports torch."""
+"""The request of `planner rehearse`: a plan with buckets, or wrappings for FSDP2. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.wrappings import summarize_wrappings
-from planner.decide.bounded import split_passes
+from planner.decide.plan_request import Request, check_accuracy
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Link, OptimizerProfile, Profile
 from planner.documents.text import mebibytes
 from planner.documents.units import Units
 from planner.fsdp2.inputs import Setting, units_of_gradients
-from planner.ir import ACCURACIES
 from planner.model.problem import make_problem
 from planner.rehearse.scale import check_profile, links_of, on_hosts
-from planner.testbed.hosts import FASTEST_BITS_PER_S, MAX_RANKS, Emulation
+from planner.testbed.hosts import MAX_RANKS, Emulation, parse_emulation
 from runtime.errors import InputError
 from runtime.plan import Accuracy
 
@@ -35,6 +34,7 @@ Bounds = Mapping[str, float | None]
 
 STRATEGIES = ("wfbp", "single", "mg_wfbp")
 DEFAULT_MINUTES, LEAST_MINUTES, MOST_MINUTES = 10.0, 0.5, 600.0
+MOST_SCALE = 1e6
 LATE_SHARE = 0.01
 """Share of a step from which host time that does not fit under waits is reported."""
 PLAIN_SGD = OptimizerProfile(name="SGD", adaptive=False, elementwise=True, holds_all=True)
@@ -42,38 +42,56 @@ _HOSTS = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(ABC):
-    """A model, the hosts that are emulated, and at which scale; sent to ranks."""
+class Target:
+    """A model and the hosts that are emulated, for how long and at which scale."""
+
+    name: str
+    profile: Profile
+    cluster: Cluster
+    """The cluster with as many hosts and ranks as are emulated."""
+    minutes: float = DEFAULT_MINUTES
+    dilate: float | None = None
+    """Factor of times; None: chosen."""
+    shrink: float | None = None
+    """Divisor of bytes; None: chosen."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError if minutes or scale are out of bounds."""
+        if not LEAST_MINUTES <= self.minutes <= MOST_MINUTES:
+            raise InputError(
+                f"--minutes: found {self.minutes:g}, expected {LEAST_MINUTES:g} to {MOST_MINUTES:g}; correct it"
+            )
+        for option, value in (("--dilate", self.dilate), ("--shrink", self.shrink)):
+            if value is not None and not 1.0 <= value <= MOST_SCALE:
+                raise InputError(
+                    f"{option}: found {value:g}, expected 1 to {MOST_SCALE:g}; correct it, or leave it out"
+                )
+
+    def left_s(self, started_s: float) -> float:
+        """Return the seconds that are left of the minutes that began at a time of `time.time`."""
+        return self.minutes * 60.0 - (time.time() - started_s)
+
+    @property
+    def hosts(self) -> str:
+        """Number of hosts and of ranks on each, `8x1`."""
+        return f"{self.cluster.nodes}x{self.cluster.ranks_per_node}"
+
+    @property
+    def emulation(self) -> Emulation:
+        """Return the hosts, with links that nothing limits yet."""
+        return parse_emulation(f"{self.hosts}@100gbit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Target, ABC):
+    """A kind of rehearsal of a target; sent to ranks."""
 
     COLUMNS: ClassVar[tuple[str, ...]]
     """Further columns of the table."""
     LEFT: ClassVar[tuple[str, ...]]
     """Columns that are aligned to the left."""
     UNDER: ClassVar[str] = ""
-    """What executes the plan, in the title."""
-    name: str
-    profile: Profile
-    cluster: Cluster
-    """With as many hosts and ranks as are emulated."""
-    minutes: float = DEFAULT_MINUTES
-    dilate: float | None = None
-    shrink: float | None = None
-
-    def left_s(self, started_s: float) -> float:
-        """Return what is left of the minutes that began then, by `time.time`."""
-        return self.minutes * 60.0 - (time.time() - started_s)
-
-    @property
-    def hosts(self) -> str:
-        """Hosts and ranks on each, `8x1`."""
-        return f"{self.cluster.nodes}x{self.cluster.ranks_per_node}"
-
-    @property
-    def emulation(self) -> Emulation:
-        """The hosts, with links that nothing holds yet."""
-        hosts, ranks = self.cluster.nodes, self.cluster.ranks_per_node
-        fastest = FASTEST_BITS_PER_S
-        return Emulation(hosts=hosts, ranks_per_host=ranks, bits_per_s=fastest, spec=f"{hosts}x{ranks}@100gbit")
+    """Words of the title about what executes the plan."""
 
     @abstractmethod
     def summarize(self, measured: Sequence[Measured]) -> Comparison:
@@ -81,7 +99,7 @@ class Asked(ABC):
 
     @abstractmethod
     def notes(self, steps_us: Mapping[str, float], figures: Figures, bounds: Bounds) -> list[str]:
-        """Return what a reader has to know of the rehearsal itself; `steps_us`: by variant."""
+        """Return notes about the rehearsal itself; `steps_us`: by variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +114,11 @@ class AskedPlan(Asked):
     compress: str | None = None
 
     def summarize(self, measured: Sequence[Measured]) -> Comparison:
-        """See `Asked`."""
+        """Compare buckets from what each rank saw, in order of rank."""
         return summarize(measured)
 
     def notes(self, steps_us: Mapping[str, float], figures: Figures, bounds: Bounds) -> list[str]:
-        """See `Asked`."""
+        """Return notes about the rehearsal itself."""
         lines = ["rehearsed on this machine: neither contention on the accelerator nor NCCL's own behaviour is in it"]
         return lines + late_note("hooks and updates", figures["late_us"], steps_us)
 
@@ -109,7 +127,7 @@ class AskedPlan(Asked):
 class AskedWrappings(Asked):
     """A rehearsal of a plan for FSDP2 and the usual wrappings.
 
-    Units are waited for; parameters, messages, hooks and memory are FSDP2's own. Meshes have one dimension: on hosts
+    Units are timed waits; parameters, messages, hooks and memory are FSDP2's own. Meshes have one dimension: on hosts
     the all-reduces of HSDP block.
     """
 
@@ -120,12 +138,12 @@ class AskedWrappings(Asked):
     max_memory_mib: float | None = None
 
     def setting(self, cluster: Cluster) -> Setting:
-        """Return the model on hosts, with what a cluster says of messages."""
+        """Return the model on hosts, with the costs of a cluster's messages."""
         problem = make_problem(self.profile, cluster, where=self.name)
         return Setting(problem=problem, units=self.units, executor="hosts")
 
     def flat(self, **measured: Any) -> Cluster:
-        """Return the cluster as one communicator sees it, by what was measured of its messages."""
+        """Return the cluster as one communicator sees it, with measurements of its messages."""
         beta = 8e6 / links_of(self.cluster).inter_bits_per_s
         return replace(
             self.cluster, nodes=self.cluster.ranks, ranks_per_node=1, nics_per_node=1, intra=None,
@@ -134,11 +152,11 @@ class AskedWrappings(Asked):
         )  # fmt: skip
 
     def summarize(self, measured: Sequence[Measured]) -> Comparison:
-        """See `Asked`."""
+        """Compare wrappings from what each rank saw, in order of rank."""
         return summarize_wrappings(measured)
 
     def notes(self, steps_us: Mapping[str, float], figures: Figures, bounds: Bounds) -> list[str]:
-        """See `Asked`."""
+        """Return notes about the rehearsal itself."""
         lines = [
             "rehearsed on this machine, where hosts wait for messages themselves: neither streams and contention of an "
             "accelerator nor NCCL's own behaviour are in it",
@@ -152,7 +170,7 @@ class AskedWrappings(Asked):
 
 
 def late_note(what: str, late_us: Mapping[str, float], steps_us: Mapping[str, float]) -> list[str]:
-    """Return a line where what the host does did not fit under its waits in some variant's step; by variant, in µs."""
+    """Return a line if the work of hosts did not fit under its waits in a step; times by variant, in microseconds."""
     late = [
         f"{name} {late_us[name] / 1e3:.2g} ms"
         for name, step_us in steps_us.items()
@@ -166,58 +184,28 @@ def late_note(what: str, late_us: Mapping[str, float], steps_us: Mapping[str, fl
     ]
 
 
-def make_asked(
-    name: str, cluster: str | None, hosts: str | None, *, strategies: Sequence[str], accuracy: str,
-    allow: Sequence[str], minutes: float, dilate: float | None, shrink: float | None, compress: str | None = None,
-) -> AskedPlan:  # fmt: skip
-    """Return what the options ask for.
+def find_target(
+    name: str,
+    cluster: str | None,
+    hosts: str | None,
+    minutes: float = DEFAULT_MINUTES,
+    dilate: float | None = None,
+    shrink: float | None = None,
+) -> Target:
+    """Return the model and the hosts that options name.
+
+    Args:
+        name: a model of the catalogue, also `MODEL@CLUSTER`, or the path of a profile.
+        cluster: likewise; default: the profile's own.
+        hosts: HOSTSxRANKS; default: the cluster's.
+        minutes: time of the whole rehearsal.
+        dilate: factor of times.
+        shrink: divisor of bytes.
 
     Raises:
         InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
     """
-    profile = _as_rehearsed(find_profile(name))
-    if accuracy not in ACCURACIES:
-        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
-    chosen = hosts_of(name, profile, cluster, hosts, minutes)
-    return AskedPlan(
-        name=name, profile=replace(on_accelerator(profile, chosen), cluster=None), cluster=chosen,
-        strategies=tuple(strategies), accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes,
-        dilate=dilate, shrink=shrink,
-    )  # fmt: skip
-
-
-def make_asked_wrappings(
-    name: str, cluster: str | None, hosts: str | None, *, max_memory_mib: float | None, minutes: float,
-    dilate: float | None, shrink: float | None,
-) -> AskedWrappings:  # fmt: skip
-    """Return what the options ask for; units are the profile's, or blocks by its gradients' names.
-
-    Raises InputError as `make_asked`.
-    """
     profile = find_profile(name)
-    chosen = hosts_of(name, profile, cluster, hosts, minutes)
-    problem = make_problem(profile, chosen, where=name)
-    units = problem.profile.units or units_of_gradients(problem)
-    # What units free before gradients are there is not acted out, nor what goes on from one to the next.
-    acted = tuple(
-        replace(unit, backward_working_bytes=max(0, unit.backward_working_bytes), carried_bytes=0)
-        for unit in units.units
-    )
-    units = replace(units, units=acted, update_us=units.update_us or problem.update_us, passes_through=("",))
-    resolved = problem.profile
-    return AskedWrappings(
-        name=name, cluster=chosen, units=units, max_memory_mib=max_memory_mib, minutes=minutes, dilate=dilate,
-        shrink=shrink,
-        profile=replace(
-            resolved, cluster=None, units=units, world=replace(resolved.world, device="cpu"),
-            compute=replace(resolved.compute, estimate=None),
-        ),
-    )  # fmt: skip
-
-
-def hosts_of(name: str, profile: Profile, cluster: str | None, hosts: str | None, minutes: float) -> Cluster:
-    """Return the cluster of as many hosts as are asked for. Raises InputError as `make_asked`."""
     check_profile(profile, name)
     machines = profile.cluster if cluster is None else find_cluster(cluster)
     if machines is None:
@@ -231,17 +219,48 @@ def hosts_of(name: str, profile: Profile, cluster: str | None, hosts: str | None
             f"--hosts {count}x{each}: found {count * each} ranks, expected 2 to {MAX_RANKS} on one machine; name fewer "
             f"hosts, for example --hosts 8x1"
         )
-    if not LEAST_MINUTES <= minutes <= MOST_MINUTES:
-        raise InputError(f"--minutes: found {minutes:g}, expected {LEAST_MINUTES:g} to {MOST_MINUTES:g}; correct it")
     chosen = on_hosts(machines, count, each)
-    links_of(chosen)  # says what is missing before anything is started
-    return chosen
+    links_of(chosen)  # refuses what is missing before anything is started
+    return Target(name=name, profile=profile, cluster=chosen, minutes=minutes, dilate=dilate, shrink=shrink)
+
+
+def ask_plan(
+    target: Target, *, strategies: Sequence[str] = STRATEGIES, accuracy: str = "exact", allow: Sequence[str] = (),
+    compress: str | None = None,
+) -> AskedPlan:  # fmt: skip
+    """Return a rehearsal of a plan with buckets. Raises InputError if an option is wrong."""
+    checked = check_accuracy(accuracy)
+    Request(profile=target.profile, accuracy=checked, compress=compress)  # refuses what does not go with that accuracy
+    profile = replace(on_accelerator(_as_rehearsed(target.profile), target.cluster), cluster=None)
+    return AskedPlan(
+        **{**vars(target), "profile": profile}, strategies=tuple(strategies), accuracy=checked, allow=tuple(allow),
+        compress=compress,
+    )  # fmt: skip
+
+
+def ask_wrappings(target: Target, max_memory_mib: float | None = None) -> AskedWrappings:
+    """Return a rehearsal of a plan for FSDP2; units are the profile's, or blocks by its gradients' names."""
+    problem = make_problem(target.profile, target.cluster, where=target.name)
+    resolved = problem.profile
+    units = resolved.units or units_of_gradients(problem)
+    # What units free before gradients are there is not emulated, nor what is carried from one to the next.
+    acted = tuple(
+        replace(unit, backward_working_bytes=max(0, unit.backward_working_bytes), carried_bytes=0)
+        for unit in units.units
+    )
+    units = replace(units, units=acted, update_us=units.update_us or problem.update_us, passes_through=("",))
+    profile = replace(
+        resolved, cluster=None, units=units, world=replace(resolved.world, device="cpu"),
+        compute=replace(resolved.compute, estimate=None),
+    )  # fmt: skip
+    return AskedWrappings(**{**vars(target), "profile": profile}, units=units, max_memory_mib=max_memory_mib)
 
 
 def _as_rehearsed(profile: Profile) -> Profile:
-    """The profile with what is rehearsed of it: parameters that are shrunk have one dimension, so that nothing has low
-    rank; where nothing is said of the optimizer it is the one that updates them; and the layers of a trace become
-    modules, which wait for their own weights.
+    """Return what is rehearsed of a profile.
+
+    Parameters that are shrunk have one dimension, so that nothing has low rank; an optimizer that is not described is
+    plain SGD; and the layers of a trace become modules, which wait for their own weights.
     """
     compute = profile.compute
     gradients = tuple(replace(gradient, matrix=None) for gradient in compute.gradients)

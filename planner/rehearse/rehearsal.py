@@ -1,7 +1,7 @@
 """`planner rehearse`: a model on a scaled emulated cluster, predicted and measured.
 
-One launch of ranks does it all: they measure what the machine does as it is, agree on the scale, hold their links to
-the scaled rates, time messages alone, predict, and only then run what is compared.
+One launch of ranks does it all: they measure the machine as it is, agree on the scale, hold their links to the scaled
+rates, time messages alone, predict, and only then run what is compared.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
-
 from planner.comparison.report import ERROR, INTERVAL, PREDICTED, STEP, Comparison
 from planner.documents.text import mebibytes, milliseconds
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -21,7 +19,7 @@ from planner.rehearse.bucketed_ranks import BucketRehearser
 from planner.rehearse.ranks import Rehearsed, Rehearser, rehearse_rank
 from planner.rehearse.scale import Scale
 from planner.rehearse.wrapped_ranks import WrappingRehearser
-from planner.report.tables import make_table
+from planner.report.listing import Listing
 from planner.testbed.hosts import check_namespaces
 
 REHEARSERS: Mapping[type[Asked], type[Rehearser[Any, Any]]] = {
@@ -39,16 +37,16 @@ class Rehearsal:
     scale: Scale
     comparison: Comparison
     figures: Figures
-    """`from_constants_us`: a step as the cluster's constants alone predict it; `late_us`: what hooks and updates took
-    longer, per step, than the waits above them, on the rank where it is the most; of wrappings `peak_bytes`, predicted,
-    and `counted_bytes`, on the rank where it is the most."""
+    """`from_constants_us`: a step as the cluster's constants alone predict it; `late_us`: time of hooks and updates of
+    a step beyond the waits above them, on the rank where it is the most; of wrappings `peak_bytes`, predicted, and
+    `counted_bytes`, on the rank where it is the most."""
     bounds: Bounds
-    """`bound_us`: no plan of the asked kind takes less, by what was measured of messages alone; of wrappings
-    `limit_bytes`, which a rank has."""
+    """`bound_us`: no plan of the asked kind takes less, by the measured times of messages alone; of wrappings
+    `limit_bytes`, the memory of a rank."""
 
     @property
     def title(self) -> str:
-        """What was rehearsed where, and at which scale."""
+        """Model, hosts and scale, in words."""
         return (
             f"{self.asked.name} on {self.asked.hosts} hosts{self.asked.UNDER}, rehearsed: times were "
             f"{self.scale.dilate:g} times longer and bytes {self.scale.shrink:g} times fewer"
@@ -56,7 +54,7 @@ class Rehearsal:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader has to know of the rehearsal itself."""
+        """Notes about the rehearsal itself."""
         steps_us = {row.name: row.median_us for row in self.comparison.rows if row.median_us is not None}
         return self.asked.notes(steps_us, self.figures, self.bounds)
 
@@ -76,12 +74,12 @@ def rehearse(asked: Asked, *, started_s: float | None = None, show_progress: boo
     """Rehearse on emulated hosts of this machine, and return what was measured.
 
     Args:
-        asked: see `planner.rehearse.asked`.
-        started_s: by `time.time`, when the minutes began; default: now.
-        show_progress: whether standard error has lines on the way.
+        asked: made by `ask_plan` or `ask_wrappings` of `planner.rehearse.asked`.
+        started_s: time (`time.time`) at which the minutes began; default: now.
+        show_progress: whether lines are written on standard error.
 
     Raises:
-        EnvironmentFailure: hosts cannot be emulated here; says what cures it.
+        EnvironmentFailure: hosts cannot be emulated here, with a hint.
         InputError: the minutes are too few, the model does not fit at the scale asked for, or no wrapping does into the
             memory.
     """
@@ -105,14 +103,15 @@ def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:
     )  # fmt: skip
 
 
-def rehearsal_table(found: Rehearsal) -> Table:
+def rehearsal_table(found: Rehearsal) -> Listing:
     """Return the table for the terminal, fastest first."""
     title = f"{found.title}; {found.comparison.steps} steps each in {found.comparison.rounds} interleaved rounds"
-    table = make_table(title, (*COLUMNS, *found.asked.COLUMNS), left=found.asked.LEFT)
+    columns = (*COLUMNS, *found.asked.COLUMNS)
     rows = [row for row in found.comparison.rows if row.median_us is not None and row.equal_to is None]
     by_prediction = sorted((row.predicted_us, row.name) for row in rows if row.predicted_us is not None)
     places = {name: str(place) for place, (_, name) in enumerate(by_prediction, start=1)}
     figures: Mapping[str, Mapping[str, Any]] = found.figures
+    texts = []
     for row in sorted(rows, key=lambda row: row.median_us or 0.0):
         cells = row.cells() | {
             PLACE: places.get(row.name, ""),
@@ -120,5 +119,5 @@ def rehearsal_table(found: Rehearsal) -> Table:
             "peak predicted": mebibytes(figures.get("peak_bytes", {}).get(row.name)),
             "peak counted": mebibytes(figures.get("counted_bytes", {}).get(row.name)),
         }
-        table.add_row(*(cells.get(column, "") for column in (*COLUMNS, *found.asked.COLUMNS)))
-    return table
+        texts.append([cells.get(column, "") for column in columns])
+    return Listing(title, columns, texts, found.asked.LEFT)

@@ -1,7 +1,7 @@
-"""How a cluster is scaled to what one machine can carry. Torch-free.
+"""The scale at which one machine can carry a cluster. Torch-free.
 
-As in a wind tunnel: all times are dilated by D and all bytes shrunk by S, so that a link of rate R has R/(D·S). What
-the machine itself costs then weighs less: a start-up D times less, a byte moved by a socket or copied D·S times less.
+As in a wind tunnel: all times are dilated by D and all bytes shrunk by S, so that a link of rate R has R/(D·S). The
+machine's own costs then weigh less: a start-up D times less, a byte moved by a socket or copied D·S times less.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Literal
 
 from planner.cost import nccl
 from planner.cost.model import communication_cost
+from planner.documents.estimate import scale_compute, scale_units
 from planner.documents.profile import DTYPE_BYTES, Cluster, ComputeProfile, Gradient, Link, Profile
 from planner.documents.units import Units
 from runtime.errors import InputError
@@ -18,100 +19,84 @@ from runtime.plan import Plan
 from runtime.plan.names import layer_of
 
 SOCKET_SHARE = 0.1
-"""Of the time of a message, what the machine may be busy moving it."""
+"""Share of the time of a message that the machine may be busy moving it."""
 UPDATE_SHARE = 0.005
-"""Of a step's compute, what the real update may take where the profile has none, or a shorter one."""
-MOST = 1e6
+"""Share of a step's compute that the real update may take if the profile has none, or a shorter one."""
 MEMORY_COPIES = 6
-"""What a rank holds of the model: weights, gradients, their values, the optimizer's state, and a block's copies."""
+"""Copies of the model on a rank: weights, gradients, their values, the optimizer's state, and a block's copies."""
 MEMORY_SHARE = 0.6
-"""Of the machine's memory, what all ranks may hold together."""
+"""Share of the machine's memory that all ranks may hold together."""
 SMALL_BYTES = 1024.0
 """A message whose time is its start-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Times are multiplied by `dilate`, bytes divided by `shrink`."""
+    """A scale: times are multiplied by `dilate`, bytes divided by `shrink`."""
 
     dilate: float
     shrink: float
 
     def rate(self, bits_per_s: float) -> float:
-        """Return what a link of this rate is held to."""
+        """Return the scaled rate of a link."""
         return bits_per_s / (self.dilate * self.shrink)
 
     def numel(self, numel: int) -> int:
-        """Return the elements that stand for so many; at least one, where there is any."""
+        """Return the scaled number of elements; at least one, if there is any."""
         return max(min(1, numel), round(numel / self.shrink))
 
     def profile(self, profile: Profile) -> Profile:
         """Return the profile as it is on the scaled cluster, without a cluster."""
-        compute = profile.compute
-        gradients = tuple(
-            replace(each, numel=self.numel(each.numel), backward_us=each.backward_us * self.dilate, spread_us=None)
-            for each in compute.gradients
-        )
-        norms = compute.norms and replace(
-            compute.norms,
-            layers=tuple(replace(each, norm_us=each.norm_us * self.dilate) for each in compute.norms.layers),
-        )
-        scaled = replace(
-            compute, forward_us=compute.forward_us * self.dilate, update_us=compute.update_us * self.dilate,
-            gradients=gradients, norms=norms, step_spread_us=None, intervals=None,
-        )  # fmt: skip
-        return replace(profile, compute=scaled, cluster=None)
+        compute = scale_compute(profile.compute, self.dilate, self.dilate)
+        gradients = tuple(replace(each, numel=self.numel(each.numel), spread_us=None) for each in compute.gradients)
+        compute = replace(compute, gradients=gradients, step_spread_us=None, intervals=None)
+        return replace(profile, compute=compute, cluster=None)
 
     def units(self, units: Units) -> Units:
         """Return a model's units as they are on the scaled cluster."""
 
-        def fewer(size_bytes: int) -> int:
-            return round(size_bytes / self.shrink)
-
+        sizes = ("activation_bytes", "forward_working_bytes", "backward_working_bytes", "carried_bytes")
+        units = scale_units(units, self.dilate, self.dilate)
         return replace(
             units,
             units=tuple(
-                replace(
-                    unit, forward_us=unit.forward_us * self.dilate, backward_us=unit.backward_us * self.dilate,
-                    activation_bytes=fewer(unit.activation_bytes),
-                    forward_working_bytes=fewer(unit.forward_working_bytes),
-                    backward_working_bytes=fewer(unit.backward_working_bytes), carried_bytes=fewer(unit.carried_bytes),
-                )
+                replace(unit, **{name: round(getattr(unit, name) / self.shrink) for name in sizes})
                 for unit in units.units
             ),
             weights=tuple(replace(weight, shape=(self.numel(weight.numel),)) for weight in units.weights),
-            update_us=units.update_us * self.dilate, loss_working_bytes=fewer(units.loss_working_bytes),
-        )  # fmt: skip
+            loss_working_bytes=round(units.loss_working_bytes / self.shrink),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the emulated hosts can do as they are, with links that nothing holds."""
+    """The performance of the emulated hosts as they are, with links that nothing limits."""
 
+    ranks: int
     start_up_us: float
-    """An all-reduce of hardly any bytes."""
+    """Time of an all-reduce of hardly any bytes."""
     us_per_byte: float
-    """An all-reduce of many."""
+    """Time per byte of a large all-reduce."""
     update_us_per_byte: float
-    """An optimizer's step on all ranks at once, by the bytes of one rank's weights."""
+    """Time of an optimizer's step on all ranks at once, by the bytes of one rank's weights."""
     memory_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What the links of the cluster do."""
+    """The performance of the links of the cluster."""
 
     start_up_us: float
-    """An all-reduce of hardly any bytes."""
+    """Time of an all-reduce of hardly any bytes."""
     us_per_byte: float
-    """An all-reduce of many."""
+    """Time per byte of a large all-reduce."""
     inter_bits_per_s: float
     intra_bits_per_s: float | None
-    """None with one rank a host."""
+    """Rate of intra-node links; None with one rank a host."""
 
 
 def on_hosts(cluster: Cluster, hosts: int, ranks_per_host: int) -> Cluster:
-    """Return the same links between so many hosts; what was measured stays where the numbers are those of the cluster.
+    """Return the same links between `hosts` hosts; measurements stay if the numbers are those of the cluster.
 
     Raises:
         InputError: nothing is known of a link that these hosts have.
@@ -119,7 +104,7 @@ def on_hosts(cluster: Cluster, hosts: int, ranks_per_host: int) -> Cluster:
     if (cluster.nodes, cluster.ranks_per_node) == (hosts, ranks_per_host):
         return cluster
     inter, intra = _link(cluster, "inter"), _link(cluster, "intra")
-    # What was measured over all ranks says something of one link only where there is but one.
+    # A measurement over all ranks is one of the link only if there is one kind of link.
     if inter is None and cluster.ranks_per_node == 1:
         inter = communication_cost(cluster).link
     if hosts > 1 and inter is None:
@@ -147,7 +132,7 @@ def _link(cluster: Cluster, name: Literal["inter", "intra"]) -> Link | None:
 
 
 def links_of(cluster: Cluster) -> Links:
-    """Return what is asked of the links. Raises InputError where no rate follows from what is known."""
+    """Return the performance of a cluster's links. Raises InputError if no rate follows from what is known."""
     cost = communication_cost(cluster)
     inter = _link(cluster, "inter") or (cost.link if cluster.ranks_per_node == 1 else None)
     if inter is None or inter.beta_us_per_byte <= 0.0:
@@ -167,29 +152,24 @@ def links_of(cluster: Cluster) -> Links:
 
 
 def choose_scale(
-    links: Links, machine: Machine, profile: Profile, ranks: int, *,
-    most_dilate: float, dilate: float | None, shrink: float | None,
-) -> Scale:  # fmt: skip
+    links: Links, machine: Machine, profile: Profile, *, most_dilate: float, dilate: float | None, shrink: float | None
+) -> Scale:
     """Return the scale at which start-ups are the cluster's, sockets are not busy, and the model fits.
 
     Args:
         links: of the cluster.
         machine: of these ranks, as it was measured.
         profile: the model.
-        ranks: all of them, on this machine.
-        most_dilate: what there is time for; start-ups weigh more than on the cluster where they ask for more.
+        most_dilate: the dilation that there is time for; if start-ups need more, they weigh more than on the cluster.
         dilate: given, or None.
         shrink: given, or None.
 
     Raises:
-        InputError: what was given is no scale, or the model does not fit at it.
+        InputError: the model does not fit at what was given.
     """
-    for option, value in (("--dilate", dilate), ("--shrink", shrink)):
-        if value is not None and not 1.0 <= value <= MOST:
-            raise InputError(f"{option}: found {value:g}, expected 1 to {MOST:g}; correct it, or leave it out")
     dilate = dilate or max(1.0, round(min(most_dilate, machine.start_up_us / max(links.start_up_us, 1e-3)), 1))
     compute, model_bytes = profile.compute, sum(gradient.size_bytes for gradient in profile.compute.gradients)
-    held_bytes = MEMORY_COPIES * ranks * model_bytes
+    held_bytes = MEMORY_COPIES * machine.ranks * model_bytes
     least = held_bytes / (MEMORY_SHARE * machine.memory_bytes)
     if shrink is None:
         slower = machine.us_per_byte / SOCKET_SHARE / max(links.us_per_byte, 1e-9)
@@ -198,15 +178,15 @@ def choose_scale(
         shrink = max(1.0, round(slower / dilate, 1), round(longer / dilate, 1), round(least + 0.05, 1))
     elif shrink < least:
         raise InputError(
-            f"--shrink {shrink:g}: {ranks} ranks would hold {held_bytes / shrink / 2**30:.1f} GiB of this model, and "
-            f"this machine has {machine.memory_bytes / 2**30:.1f} GiB; shrink by {least:.2g} or more, or take fewer "
-            f"hosts"
+            f"--shrink {shrink:g}: {machine.ranks} ranks would hold {held_bytes / shrink / 2**30:.1f} GiB of this "
+            f"model, and this machine has {machine.memory_bytes / 2**30:.1f} GiB; shrink by {least:.2g} or more, or "
+            f"take fewer hosts"
         )
     return Scale(dilate=dilate, shrink=shrink)
 
 
 def check_profile(profile: Profile, where: str) -> None:
-    """Raises InputError where no step can be acted out by this profile."""
+    """Raise InputError if no step can be emulated by this profile."""
     gradients = profile.compute.gradients
     if sum(gradient.backward_us for gradient in gradients) <= 0.0:
         raise InputError(
@@ -229,9 +209,9 @@ def scaled_plan(plan: Plan, scale: Scale, compute: ComputeProfile, fingerprint: 
     """Return the plan as the scaled model can carry it out: the same buckets, of fewer bytes.
 
     Args:
-        plan: of the model as it is.
-        scale: what to scale by.
-        compute: the model as it is.
+        plan: of the unscaled model.
+        scale: of the rehearsal.
+        compute: the unscaled model.
         fingerprint: of the scaled model.
     """
     numel = {gradient.name: gradient.numel for gradient in compute.gradients}
@@ -242,7 +222,7 @@ def scaled_plan(plan: Plan, scale: Scale, compute: ComputeProfile, fingerprint: 
             layers: dict[str, list[int]] = {}
             for name in bucket.gradients:
                 layers.setdefault(layer_of(name), []).append(numel[name])
-            # Of the scaled layer as large a share: small gradients are rounded, and keep an element at least.
+            # The share of the scaled layer stays: small gradients are rounded, and keep an element at least.
             spec = replace(
                 spec,
                 k={

@@ -8,8 +8,8 @@ from runtime.plan import Plan
 
 
 def per_optimizer_step(plan: Plan, micro_batches: int, exchanged: int) -> Plan:
-    """Return the plan with the times of a step of so many micro-batches, of which `exchanged` exchange gradients, in
-    place of those of one micro-batch: what a measured step of such a script compares with.
+    """Return the plan with the times of a step of some micro-batches in place of those of one, to compare with a
+    measured step of a script that accumulates gradients; `exchanged` of them exchange gradients.
     """
     said = plan.predicted
     if micro_batches == 1 or said is None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize, sanitize
-from planner.report.tables import SHOWN_BUCKETS, make_console, make_table, print_table
+from planner.report.listing import Listing, make_console, print_tables
+from planner.report.tables import SHOWN_BUCKETS
 from runtime.plan import Plan, PlanBucket, load_plan
-from runtime.plan.executed import executed_part, spelled_options
-from runtime.plan.predicted import Prediction
-
-SYNCHRONOUS = "synchronous"
+from runtime.plan.executed import FOR_READERS, executed_part, spelled_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +24,16 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What `planner diff` reports."""
+    """Report of `planner diff`."""
 
     executed: tuple[Row, ...]
-    """What the plans do differently; none where they train the same way."""
+    """Differences in execution; none if the plans train the same way."""
     predicted: tuple[Row, ...]
     """Predictions, and where numbers came from, as far as they are not equal."""
 
     @property
     def same(self) -> bool:
-        """Whether both plans execute the same."""
+        """Return whether both plans execute the same."""
         return not self.executed
 
     def to_document(self) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def difference(first: Plan, second: Plan) -> Difference:
     Options that are spelt out in one plan and left out in the other, with the same meaning, are no difference.
     """
     executed = list(_executed_rows(executed_part(first), executed_part(second)))
-    return Difference(executed=tuple(executed), predicted=tuple(_predicted_rows(first, second)))
+    return Difference(executed=tuple(executed), predicted=tuple(_rows(_predictions(first), _predictions(second))))
 
 
 def difference_of_files(first: str, second: str) -> Difference:
@@ -60,34 +58,39 @@ def difference_of_files(first: str, second: str) -> Difference:
 def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
     if first == second:
         return
-    both = (first, second)
-    yield from _rows("", [{"model": plan.model.fingerprint} for plan in both])
-    yield from _rows("", [_fields(plan.world) for plan in both])
-    yield from _rows("", [{"accuracy": plan.accuracy, "interface": plan.interface} for plan in both])
-    for name in ("delay", "local_async", "fsdp2"):
-        yield from _rows(f"{name}.", [_fields(getattr(plan, name)) for plan in both])
-    updates = [plan.updates for plan in both]
-    yield from _rows("updates.norms.", [_fields(each and each.norms) for each in updates])
-    yield from _rows("updates.step.", [_fields(each and each.step) for each in updates])
+    yield from _rows(_options(first), _options(second))
     yield from _bucket_rows(first.buckets, second.buckets)
-    yield from _rows("", [{"phase_order": plan.phase_order} for plan in both])
+    yield from _rows([{"phase_order": first.phase_order}], [{"phase_order": second.phase_order}])
     if first.fallback is not None and second.fallback is not None:
         for row in _executed_rows(first.fallback, second.fallback):
-            yield Row(what=f"fallback: {row.what}", first=row.first, second=row.second)
-    elif first.fallback != second.fallback:
-        yield Row(what="fallback", first=_text(first.fallback and "one"), second=_text(second.fallback and "one"))
+            yield replace(row, what=f"fallback: {row.what}")
+    else:
+        yield from _rows([{"fallback": first.fallback and "one"}], [{"fallback": second.fallback and "one"}])
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    return {} if record is None else {each.name: getattr(record, each.name) for each in fields(record)}
+_SHOWN_APART = FOR_READERS | {
+    "schema", "model", "world", "accuracy", "interface", "buckets", "fallback", "phase_order", "updates"
+}  # fmt: skip
+"""Fields of a plan that are no record with the options of a mode."""
 
 
-def _rows(prefix: str, values: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield a row for each name under which two mappings hold different values."""
-    first, second = values
-    for name in dict.fromkeys([*first, *second]):
-        if first.get(name) != second.get(name):
-            yield Row(what=f"{prefix}{name}", first=_text(first.get(name)), second=_text(second.get(name)))
+def _options(plan: Plan) -> Iterator[Mapping[str, Any]]:
+    """Yield what a plan says of its execution besides buckets, by name, in groups."""
+    named = {"model": plan.model.fingerprint, **vars(plan.world)}
+    yield named | {"accuracy": plan.accuracy, "interface": plan.interface}
+    records = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in _SHOWN_APART}
+    updates = plan.updates
+    records |= {"updates.norms": updates and updates.norms, "updates.step": updates and updates.step}
+    for prefix, record in records.items():
+        yield {f"{prefix}.{name}": value for name, value in vars(record).items()} if record else {}
+
+
+def _rows(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    """Yield a row for each name under which two mappings hold different values, for each pair of them."""
+    for left, right in zip(first, second, strict=True):
+        for name in dict.fromkeys([*left, *right]):
+            if left.get(name) != right.get(name):
+                yield Row(what=name, first=_text(left.get(name)), second=_text(right.get(name)))
 
 
 def _text(value: Any) -> str:
@@ -102,25 +105,20 @@ def _bucket_rows(first: Sequence[PlanBucket], second: Sequence[PlanBucket]) -> I
     """Yield a row for each smallest set of gradients that both plans have in buckets of their own, if those differ."""
     if first == second:
         return
-    order = dict.fromkeys(name for bucket in (*first, *second) for name in bucket.gradients)
-    owner = {name: name for name in order}
-
-    def find(name: str) -> str:
-        while owner[name] != name:
-            owner[name] = owner[owner[name]]
-            name = owner[name]
-        return name
-
+    group = {name: [name] for bucket in (*first, *second) for name in bucket.gradients}
     for bucket in (*first, *second):
-        for name in bucket.gradients[1:]:
-            owner[find(name)] = find(bucket.gradients[0])
-    sides: dict[str, tuple[list[PlanBucket], list[PlanBucket]]] = {find(name): ([], []) for name in order}
-    members: dict[str, list[str]] = {root: [] for root in sides}
-    for name in order:
-        members[find(name)].append(name)
+        for name in bucket.gradients:
+            smaller, larger = sorted((group[bucket.gradients[0]], group[name]), key=len)
+            if smaller is not larger:
+                larger += smaller
+                group |= dict.fromkeys(smaller, larger)
+    members: dict[int, list[str]] = {}
+    for name, names in group.items():
+        members.setdefault(id(names), []).append(name)
+    sides: dict[int, tuple[list[PlanBucket], list[PlanBucket]]] = {root: ([], []) for root in members}
     for side, buckets in enumerate((first, second)):
         for bucket in buckets:
-            sides[find(bucket.gradients[0])][side].append(bucket)
+            sides[id(group[bucket.gradients[0]])][side].append(bucket)
     odd = {root: pair for root, pair in sides.items() if pair[0] != pair[1]}
     for root, (left, right) in odd.items():
         names = members[root]
@@ -145,31 +143,23 @@ def _form(bucket: PlanBucket) -> str:
     return f"{bucket.collective}/{bucket.algorithm} {spelled_options(bucket.compressor)}"
 
 
-def _predicted_rows(first: Plan, second: Plan) -> Iterator[Row]:
-    both = (first, second)
-    yield from _rows("", [_times(plan.predicted) for plan in both])
-    yield from _rows("", [{"fallback (ms)": _step(plan.fallback)} for plan in both])
-    bounds = [plan.certificate and milliseconds(plan.certificate.lower_bound_us) for plan in both]
-    yield from _rows("", [{"bound (ms)": bound} for bound in bounds])
-    baselines = [{f"baseline {name} (ms)": milliseconds(of.iteration_us) for name, of in (plan.baselines or {}).items()}
-                 for plan in both]  # fmt: skip
-    yield from _rows("", baselines)
-    yield from _rows("", [{"model name": plan.model.name, "torch": plan.world.torch} for plan in both])
-    yield from _rows("source of ", [plan.sources or {} for plan in both])
-
-
-def _times(predicted: Prediction | None) -> dict[str, str]:
-    if predicted is None:
-        return {}
-    return {
-        "step (ms)": milliseconds(predicted.iteration_us),
-        "exposed (ms)": milliseconds(predicted.exposed_us),
-        "update (ms)": milliseconds(predicted.update_us),
-    }
-
-
-def _step(plan: Plan | None) -> str | None:
-    return None if plan is None or plan.predicted is None else milliseconds(plan.predicted.iteration_us)
+def _predictions(plan: Plan) -> Iterator[Mapping[str, Any]]:
+    """Yield what a plan says of its times and their sources, by name, in groups."""
+    said, fallback = plan.predicted, plan.fallback and plan.fallback.predicted
+    yield (
+        {}
+        if said is None
+        else {
+            "step (ms)": milliseconds(said.iteration_us),
+            "exposed (ms)": milliseconds(said.exposed_us),
+            "update (ms)": milliseconds(said.update_us),
+        }
+    )
+    yield {"fallback (ms)": fallback and milliseconds(fallback.iteration_us)}
+    yield {"bound (ms)": plan.certificate and milliseconds(plan.certificate.lower_bound_us)}
+    yield {f"baseline {name} (ms)": milliseconds(of.iteration_us) for name, of in (plan.baselines or {}).items()}
+    yield {"model name": plan.model.name, "torch": plan.world.torch}
+    yield {f"source of {name}": text for name, text in (plan.sources or {}).items()}
 
 
 def print_difference(found: Difference, names: tuple[str, str]) -> None:
@@ -180,10 +170,8 @@ def print_difference(found: Difference, names: tuple[str, str]) -> None:
     titles = (("what they do differently", found.executed), ("what they predict, and from what", found.predicted))
     for title, rows in titles:
         columns = ("what", f"first: {sanitize(names[0])}", f"second: {sanitize(names[1])}")
-        table = make_table(title, columns, left=columns)
-        for row in rows[:SHOWN_BUCKETS]:
-            table.add_row(*(sanitize(text, SENTENCE_CHARACTERS) for text in (row.what, row.first, row.second)))
+        cells = [tuple(sanitize(text, SENTENCE_CHARACTERS) for text in astuple(row)) for row in rows[:SHOWN_BUCKETS]]
         if len(rows) > SHOWN_BUCKETS:
-            table.add_row("…", f"{len(rows) - SHOWN_BUCKETS} more: see --json", "")
+            cells.append(("…", f"{len(rows) - SHOWN_BUCKETS} more: see --json", ""))
         if rows:
-            print_table(console, table)
+            print_tables(Listing(title, columns, cells, left=columns), console=console)

@@ -36,11 +36,11 @@ FAR_APART = 4.0
 """Steps that differ by more than this factor are drawn on a logarithmic axis."""
 
 BASIS = {"measured": "circle", "formula": "square-open", "extrapolated": "circle-open"}
-"""Where a point's costs come from → its mark."""
+"""Source of a point's costs → its mark."""
 
 
 def shorten(name: str, width: int) -> str:
-    """A name in at most `width` characters, cut in the middle; control characters are written out."""
+    """Return a name in at most `width` characters, cut in the middle; control characters are written out."""
     if not name.isprintable():
         name = sanitize(name, len(name))
     if len(name) <= width:
@@ -50,7 +50,7 @@ def shorten(name: str, width: int) -> str:
 
 
 def timeline_figure(tracks: Sequence[Track]) -> Figure:
-    """All tracks on one time axis: a heading and a row of bars per resource each."""
+    """Return all tracks on one time axis: a heading and a row of bars per resource each."""
     data: dict[str, Figure] = {
         role: {
             "type": "bar",
@@ -110,7 +110,7 @@ def timeline_figure(tracks: Sequence[Track]) -> Figure:
 
 
 def _ms(time_us: float) -> float:
-    """In ms with seven significant digits, which keeps the page small."""
+    """Return ms with seven significant digits, which keeps the page small."""
     return float(f"{time_us / 1000:.7g}")
 
 
@@ -147,46 +147,80 @@ def _heading(track: Track) -> str:
     return f"<b>{_plain(track.name)}</b>  {', '.join(words)}"
 
 
+def curve(number: int, name: str, points: Sequence[tuple[int, float, str]], marker: Figure, line: Figure) -> Figure:
+    """Return a line with marks.
+
+    Args:
+        number: which colour it has.
+        name: its name in the legend.
+        points: x, y and hover label of each.
+        marker: the look of the marks, in plotly's terms.
+        line: the look of the line, in plotly's terms.
+    """
+    ranks, values, texts = zip(*points, strict=True)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": _plain(name),
+        "meta": {"role": f"line{number % 6}"},
+        "x": ranks,
+        "y": values,
+        "marker": marker,
+        "line": line,
+        "hovertext": texts,
+        "hoverinfo": "text",
+    }
+
+
+def over_ranks(lines: Sequence[Figure], ranks: Sequence[int], title: str, axis: Figure) -> Figure:
+    """Return a figure of lines over numbers of ranks, on a logarithmic axis.
+
+    Args:
+        lines: see `curve`.
+        ranks: the marked numbers of ranks.
+        title: of the other axis.
+        axis: what else is set of it, in plotly's terms.
+    """
+    layout = {
+        "height": 450,
+        "margin": {"l": 76, "r": 16, "t": TOP_PX, "b": 140},
+        "hovermode": "closest",
+        "dragmode": "zoom",
+        "xaxis": {
+            "title": {"text": "ranks", "standoff": 8},
+            "type": "log",
+            "tickvals": ranks,
+            "ticktext": list(map(str, ranks)),
+            "zeroline": False,
+        },
+        "yaxis": {"title": {"text": title, "standoff": 10}, "zeroline": False, **axis},
+        "legend": LEGEND_BELOW,
+    }
+    return {"data": list(lines), "layout": layout}
+
+
 def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
-    """Predicted step over ranks, one line per strategy; the marks say where costs come from."""
+    """Return the predicted step over ranks, one line per strategy; the marks say where costs come from."""
     predicted = plan.predicted
     compute_us = None
     if predicted is not None and predicted.forward_us is not None and predicted.backward_us is not None:
         total_us = predicted.forward_us + predicted.backward_us + (predicted.update_us or 0.0)
         compute_us = total_us if isfinite(total_us) else None
     names = dict.fromkeys(name for point in points for name in point.iteration_us)
-    data: list[Figure] = []
+    lines: list[Figure] = []
     for number, name in enumerate(names):
         # The first line, the optimum, is broad and lies below the others: those that reach it stay visible.
         known, first = [point for point in points if name in point.iteration_us], number == 0
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": _plain(name),
-                "meta": {"role": f"line{number % 6}"},
-                "x": [point.ranks for point in known],
-                "y": [_ms(point.iteration_us[name]) for point in known],
-                "marker": {"symbol": [BASIS[point.basis] for point in known], "size": 13 if first else 8},
-                "line": {"width": 5 if first else 2},
-                "hovertext": [_point_text(name, point, compute_us) for point in known],
-                "hoverinfo": "text",
-            }
-        )
+        drawn = [(p.ranks, _ms(p.iteration_us[name]), _point_text(name, p, compute_us)) for p in known]
+        marker = {"symbol": [BASIS[point.basis] for point in known], "size": 13 if first else 8}
+        lines.append(curve(number, name, drawn, marker, {"width": 5 if first else 2}))
     if compute_us is not None:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "compute alone",
-                "meta": {"role": "quiet"},
-                "x": [points[0].ranks, points[-1].ranks],
-                "y": [_ms(compute_us)] * 2,
-                "line": {"dash": "dot", "width": 2},
-                "hoverinfo": "skip",
-            }
-        )
-    times = [time for trace in data for time in trace["y"] if time > 0.0]
+        lines.append({
+            "type": "scatter", "mode": "lines", "name": "compute alone", "meta": {"role": "quiet"},
+            "x": [points[0].ranks, points[-1].ranks], "y": [_ms(compute_us)] * 2, "line": {"dash": "dot", "width": 2},
+            "hoverinfo": "skip",
+        })  # fmt: skip
+    times = [time for line in lines for time in line["y"] if time > 0.0]
     scale: Figure = {"rangemode": "tozero"}
     if times and max(times) > FAR_APART * min(times):
         # A tick at 1, 2 and 5 times each power of ten; plotly's own ticks leave out the zeros.
@@ -194,22 +228,7 @@ def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
         ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
         texts = [f"{tick:,.0f}" if tick >= 1.0 else f"{tick:g}" for tick in ticks]
         scale = {"type": "log", "tickvals": ticks, "ticktext": texts}
-    layout = {
-        "height": 440,
-        "margin": {"l": 76, "r": 16, "t": TOP_PX, "b": 130},
-        "hovermode": "closest",
-        "dragmode": "zoom",
-        "xaxis": {
-            "title": {"text": "ranks", "standoff": 8},
-            "type": "log",
-            "tickvals": [point.ranks for point in points],
-            "ticktext": [str(point.ranks) for point in points],
-            "zeroline": False,
-        },
-        "yaxis": {"title": {"text": "step (ms)", "standoff": 10}, "zeroline": False, **scale},
-        "legend": LEGEND_BELOW,
-    }
-    return {"data": data, "layout": layout}
+    return over_ranks(lines, [point.ranks for point in points], "step (ms)", scale)
 
 
 def _point_text(name: str, point: ScalingPoint, compute_us: float | None) -> str:

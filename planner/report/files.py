@@ -18,7 +18,7 @@ TRACE, HTML = "--trace", "--html"
 
 
 def check_outputs(plan: str, measured: str | None, wanted: Mapping[str, str | None]) -> dict[str, str]:
-    """Option → path of the files to write.
+    """Return the path of each file to write, by option.
 
     Raises:
         InputError: a path cannot be written, is read or written as something else too; or nothing is to be drawn.
@@ -65,7 +65,7 @@ def explain(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Plan
 
 
 def check_writable(path: str, *inputs: str | None) -> None:
-    """Refuses, before any work is done, an output path that cannot be written or is one of the input files."""
+    """Raise InputError, before any work is done, for an output path that cannot be written or is an input file."""
     target = check_output(path)
     for given in inputs:
         try:

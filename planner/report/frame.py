@@ -1,4 +1,4 @@
-"""What every page has: its style and script, tables, figures, and where numbers came from; nothing is fetched."""
+"""Frame of all pages: style and script, tables, figures, and sources of the numbers; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
+from planner.report.listing import Listing
 from runtime.errors import EnvironmentFailure
 from runtime.version import __version__
 
@@ -19,8 +20,8 @@ _CODE, _AS_CODE = re.compile(r"`([^`]+)`"), r"<code>\1</code>"
 
 
 def frame_text(title: str, body: str, sources: Mapping[str, str], figures: Mapping[str, Any]) -> str:
-    """A page of markup between a heading and its sources; `figures` are plotly's, by the name that `figure` placed them
-    under.
+    """Return a page of markup between a heading and its sources; `figures` are plotly's, by the name that `figure`
+    placed them under.
 
     Raises EnvironmentFailure where there are figures, and plotly is not installed.
     """
@@ -56,25 +57,25 @@ def _plotly() -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """The page may run its own scripts and load nothing: neither from the network nor what a name smuggles in."""
+    """Return the policy by which the page runs its own scripts and loads nothing, whatever names hold."""
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def _embedded(value: Any) -> str:
-    """JSON inside a script element: no character there can end the element."""
+    """Return JSON for a script element, which none of its characters can end."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def paragraphs(lines: Iterable[str]) -> str:
-    """Paragraphs of text; what stands between backticks is code."""
+    """Return paragraphs of text; what stands between backticks is code."""
     return "\n".join(f"<p>{_CODE.sub(_AS_CODE, escape(line))}</p>" for line in lines)
 
 
 def figure(name: str, figures: Mapping[str, Any], label: str, words: Sequence[str], caption: str) -> str:
-    """Words and, where there is one, the figure of this name; `label` is for those who cannot see it."""
+    """Return words and, where there is one, the figure of this name; `label` is for those who cannot see it."""
     text = paragraphs(words)
     if name not in figures:
         return text
@@ -83,28 +84,26 @@ def figure(name: str, figures: Mapping[str, Any], label: str, words: Sequence[st
     return f"{text}\n<figure>{place}\n<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def table(
-    label: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int], *, cards: bool = False
-) -> str:
-    """A table of cells that are markup already; `texts` are the columns that are not numbers.
+def table(listing: Listing, markup: Collection[str] = (), *, cards: bool = False) -> str:
+    """Return a table as markup.
 
-    With `cards`, narrow screens show each row as a card of labelled lines.
+    Args:
+        listing: the table; its title is for those who cannot see it.
+        markup: columns whose cells are markup already.
+        cards: whether narrow screens show each row as a card of labelled lines.
     """
-    kinds = ["text" if place in texts else "number" for place in range(len(columns))]
-    head = "".join(
-        f'<th scope="col" class="{kind}">{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True)
-    )
-    body = "\n".join(
-        "<tr>"
-        + "".join(
-            f'<td class="{kind}" data-label="{escape(name)}">{cell}</td>'
-            for cell, name, kind in zip(row, columns, kinds, strict=True)
+    columns = [(escape(name), "text" if name in listing.left else "number", name in markup) for name in listing.columns]
+    head = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind, _ in columns)
+    rows = (
+        "".join(
+            f'<td class="{kind}" data-label="{name}">{cell if is_markup else escape(cell)}</td>'
+            for cell, (name, kind, is_markup) in zip(row, columns, strict=True)
         )
-        + "</tr>"
-        for row in rows
+        for row in listing.rows
     )
+    body = "\n".join(f"<tr>{cells}</tr>" for cells in rows)
     kind = "wide cards" if cards else "wide"
     return (
-        f'<div class="{kind}" role="region" tabindex="0" aria-label="{escape(label)}"><table>\n'
+        f'<div class="{kind}" role="region" tabindex="0" aria-label="{escape(listing.title)}"><table>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )

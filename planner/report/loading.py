@@ -8,31 +8,31 @@ from runtime.plan import Plan
 from runtime.plan.predicted import Loading
 
 ALIGNMENT = 64
-"""Of samples in the memory of a node."""
+"""Alignment in bytes of samples in the memory of a node."""
 TABLE_BYTES = 16
-"""A sample's entry there."""
+"""Size in bytes of a sample's entry there."""
 AMPLE = 0.8
 """Share of the memory that is available now which a cache may take: the run itself will want some."""
 
 
 def node_memory_bytes(loading: Loading) -> int:
-    """What each node's memory holds when every sample is in one: the largest part."""
+    """Return the bytes of the largest part of a dataset that a node's memory holds if every sample is in one."""
     samples = -(-loading.samples // loading.nodes)
     return samples * (-(-loading.decoded_bytes // ALIGNMENT) * ALIGNMENT + TABLE_BYTES)
 
 
 def workers_needed(loading: Loading, sample_us: float, step_us: float) -> int:
-    """How many processes of a rank load a batch in the time of a step."""
+    """Return the number of processes of a rank that load a batch in the time of a step."""
     return max(1, math.ceil(loading.batch_samples * sample_us / step_us)) if step_us > 0.0 else 1
 
 
 def levels(loading: Loading) -> dict[str, float]:
-    """Time of one sample (us) by where it comes from."""
+    """Return the time of one sample in µs by where it comes from."""
     return {"storage": loading.cold_us, "local disk": loading.disk_us, "memory": loading.memory_us}
 
 
 def loading_lines(plan: Plan) -> list[str]:
-    """What loading takes beside the step and of memory, and whether a cache fits; nothing without a dataset."""
+    """Return time and memory of loading, and whether a cache fits; nothing without a dataset."""
     loading = plan.loading
     if loading is None or plan.predicted is None:
         return []
@@ -53,7 +53,7 @@ def _times(loading: Loading, step_us: float) -> str:
 
 
 def _verdict(loading: Loading, step_us: float) -> str:
-    """Which levels one worker keeps up from, and how many workers the others take."""
+    """Return from which levels one worker keeps up, and the number of workers that the others take."""
     needed = {name: workers_needed(loading, sample_us, step_us) for name, sample_us in levels(loading).items()}
     bound = {name: workers for name, workers in needed.items() if workers > 1}
     if "storage" not in bound:

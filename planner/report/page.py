@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from planner.documents.text import (
     SENTENCE_CHARACTERS,
     first_part_with_source,
-    mebibytes,
     milliseconds,
     pluralize,
     sanitize,
@@ -16,17 +16,18 @@ from planner.documents.text import (
 from planner.model.modes import describe
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
-from planner.report.tables import SUMMARY, bucket_form, interface_lines, summary_rows, uncertainty_line
+from planner.report.listing import Listing
+from planner.report.tables import SUMMARY, bucket_table, interface_lines, summary_rows, uncertainty_line
 from planner.report.tracks import MEASURED, Track, plan_tracks
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import ScalingPoint
 
 MAX_ROWS = 500
-"""Rows of the table of buckets; a longer one is read by nobody, and by no browser quickly."""
+"""Largest number of rows of the table of buckets: browsers are slow at more."""
 
 MAX_NAMES = 3000
-"""Names of gradients listed in it, over all rows."""
+"""Largest number of names of gradients listed in it, over all rows."""
 
 NAME_WIDTH = 80
 
@@ -36,7 +37,7 @@ NO_PREDICTION = (
 )
 
 LABELS = {"timeline": "Time line of the plan and its baselines", "scaling": "Predicted step over numbers of ranks"}
-"""Of the figures, for those who cannot see them."""
+"""Labels of the figures, for those who cannot see them."""
 
 
 BASIS_WORDS = {
@@ -47,7 +48,7 @@ BASIS_WORDS = {
 
 
 def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: str | None = None) -> str:
-    """The page, with a step measured with the plan below it.
+    """Return the page, with a step measured with the plan below it.
 
     Raises EnvironmentFailure where plotly is not installed.
     """
@@ -87,33 +88,17 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
 
 
 def _summary(plan: Plan, measured: MeasuredStep | None) -> str:
-    cells = [(escape(shorten(name, NAME_WIDTH)), *others) for name, *others in summary_rows(plan, measured)]
-    return table("The plan beside its baselines", SUMMARY, cells, texts=(0,)) if cells else ""
+    cells = [(shorten(name, NAME_WIDTH), *others) for name, *others in summary_rows(plan, measured)]
+    return table(Listing("The plan beside its baselines", SUMMARY, cells, left=("schedule",))) if cells else ""
 
 
 def _buckets(plan: Plan) -> str:
-    shown = plan.buckets[:MAX_ROWS]
-    times = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
-    most = MAX_NAMES // len(shown)
-    rows, form = [], describe(plan).form
-    for index, bucket in enumerate(shown):
-        start_us, end_us = times[index] or (None, None)
-        rows.append(
-            (
-                str(index),
-                _members(bucket, most),
-                escape(mebibytes(bucket.size_bytes)),
-                milliseconds(start_us),
-                milliseconds(end_us),
-                escape(form or bucket_form(bucket)),
-                escape(sanitize(bucket.reason or "the plan does not say", SENTENCE_CHARACTERS)),
-            )
-        )
-    columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
-    listed = table("Buckets in launch order", columns, rows, texts=(1, 5, 6), cards=True)
-    left_out = len(plan.buckets) - len(shown)
-    more = [f"The first {len(shown)} of {len(plan.buckets)} buckets; `planner explain --json` lists all."]
-    return f"{listed}\n{paragraphs(more if left_out else [])}"
+    count = len(plan.buckets)
+    most = MAX_NAMES // min(count, MAX_ROWS)
+    listing = bucket_table(plan, lambda bucket: _members(bucket, most), MAX_ROWS, "the plan does not say")
+    listed = table(replace(listing, title="Buckets in launch order"), markup=("gradients",), cards=True)
+    more = [f"The first {MAX_ROWS} of {count} buckets; `planner explain --json` lists all."]
+    return f"{listed}\n{paragraphs(more if count > MAX_ROWS else [])}"
 
 
 def _members(bucket: PlanBucket, most: int) -> str:
@@ -133,7 +118,7 @@ def _name(name: str) -> str:
 
 
 def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
-    """What the plan gives, in a paragraph or two."""
+    """Return what the plan gives, in a paragraph or two."""
     predicted = plan.predicted
     gradients, count = pluralize(len(plan.gradients), "gradient"), pluralize(len(plan.buckets), "message")
     text = f"{gradients} {'is' if len(plan.gradients) == 1 else 'are'} communicated in {count} a step."
@@ -168,7 +153,7 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
 
 
 def _caption_text(plan: Plan, measured: MeasuredStep | None = None) -> str:
-    """Below each figure, so that a picture of it says what it shows: model, cluster, and what the times rest on."""
+    """Return model, cluster and sources of the times, so that a picture of a figure says what it shows."""
     sources = {name: sanitize(text, SENTENCE_CHARACTERS) for name, text in (plan.sources or {}).items()}
     sentences = [f"{shorten(plan.model.name, NAME_WIDTH)}, {pluralize(plan.world.ranks, 'rank')}"]
     if "cluster" in sources:
@@ -207,7 +192,7 @@ def _reading_words(tracks: Sequence[Track]) -> list[str]:
 
 
 def certificate_words(plan: Plan) -> list[str]:
-    """How far the plan is from the best one, for somebody who has not read about lower bounds."""
+    """Return how far the plan is from the best one, for readers who do not know lower bounds."""
     certificate, predicted = plan.certificate, plan.predicted
     if certificate is None:
         return ["The plan carries no certificate: nothing is known of how far it is from the best one."]

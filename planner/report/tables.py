@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
-from rich.table import Table
 
 from planner.cost import nccl
 from planner.decide.advise import Advice
 from planner.decide.at_scale import ScalePoint
-from planner.decide.bounded import ALLOWED, MORE
 from planner.decide.cluster_fit import FittedCluster
+from planner.decide.defaults import ALLOWED, MORE
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
 from planner.documents.text import (
@@ -22,42 +22,25 @@ from planner.documents.text import (
     pluralize,
     sanitize,
 )
-from planner.fsdp2.summary import Listing, wrapping_lines, wrapping_listings
 from planner.model.codecs import BY_NAME, LOSSY
 from planner.model.modes import describe
+from planner.report.fsdp2_tables import wrapping_lines, wrapping_listings
+from planner.report.listing import Listing, print_tables, step_rows
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
 from runtime.plan.measured import MeasuredStep
-from runtime.plan.predicted import Prediction
 
 SHOWN_BUCKETS = 1000
-"""Rows that people might read."""
+"""Largest number of rows on the terminal."""
 
 
-def make_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> Table:
-    """Return a table without rows; columns are aligned to the right, but for those named in `left`."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
-    return table
-
-
-def listing_table(listing: Listing) -> Table:
-    """Return a table of texts."""
-    table = make_table(listing.title, listing.columns, left=listing.left)
-    for row in listing.rows:
-        table.add_row(*row)
-    return table
-
-
-def summary_table(plan: Plan) -> Table:
+def summary_table(plan: Plan) -> Listing:
+    """Compare the plan's predicted step with its baselines'."""
     nodes = f" on {pluralize(plan.world.nodes, 'node')}" if plan.world.nodes else ""
     world = f"{pluralize(plan.world.ranks, 'rank')}{nodes}"
-    table = make_table(f"{sanitize(plan.model.name)}, {world}: predicted time of one step", SUMMARY, left=("schedule",))
-    for name, buckets, *times in summary_rows(plan):
-        table.add_row(sanitize(name), buckets or str(len(plan.buckets)), *times)
-    return table
+    rows = [(sanitize(name), buckets or str(len(plan.buckets)), *times) for name, buckets, *times in summary_rows(plan)]
+    return Listing(f"{sanitize(plan.model.name)}, {world}: predicted time of one step", SUMMARY, rows, ("schedule",))
 
 
 SUMMARY = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
@@ -65,58 +48,55 @@ SUMMARY = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
 
 
 def summary_rows(plan: Plan, measured: MeasuredStep | None = None) -> list[tuple[str, ...]]:
-    """The plan, a step measured with it, and its baselines from fast to slow."""
-    planned, count = plan.predicted, len(plan.buckets)
-    rows: list[tuple[str, int | None, Prediction | MeasuredStep]] = (
-        [(plan_kind(plan), count, planned)] if planned else []
-    )
-    rows += [("plan, measured", count, measured)] if measured else []
-    baselines = sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
-    rows += [(name, prediction.buckets, prediction) for name, prediction in baselines]
-    base_us = planned.iteration_us if planned else 0.0
-    return [
-        (
-            name,
-            "" if buckets is None else str(buckets),
-            milliseconds(step.iteration_us),
-            milliseconds(step.exposed_us),
-            f"{step.iteration_us / base_us:.3f}" if base_us > 0.0 else "",
-        )
-        for name, buckets, step in rows
-    ]
+    """Return a row for the plan, a step measured with it, and its baselines from fast to slow."""
+    return step_rows(plan, plan_kind(plan), len(plan.buckets), measured)
 
 
 def plan_kind(plan: Plan) -> str:
-    """The plan's name in tables: its accuracy, and its interface where that is not drop-in."""
+    """Return the plan's name in tables: its accuracy, and its interface unless that is drop-in."""
     return f"plan ({', '.join((plan.accuracy, *plan.interfaces))})"
 
 
 def interface_lines(plan: Plan) -> list[str]:
-    """What a script has to know of the plan; nothing where it is drop-in."""
+    """Return what a script has to know of the plan; nothing if it is drop-in."""
     return [f"interface {name}: {INTERFACES[name]}" for name in plan.interfaces if name in INTERFACES]
 
 
-def bucket_table(plan: Plan) -> Table:
-    """Every bucket: what is in it, when it is communicated, and why it is what it is."""
-    columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
-    table = make_table("buckets in launch order", columns, left=("gradients", "how", "why"))
+def bucket_table(plan: Plan, members: Callable[[PlanBucket], str], most: int, unknown: str) -> Listing:
+    """List buckets: what is in each, when it is communicated, and why it is what it is.
+
+    Args:
+        plan: the plan.
+        members: what describes the gradients of a bucket.
+        most: the largest number of rows.
+        unknown: the text of a bucket without a reason.
+    """
     sent = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
     form = describe(plan).form
-    for index, bucket in enumerate(plan.buckets[:SHOWN_BUCKETS]):
-        start_us, end_us = sent[index] or (None, None)
-        first, last, count = sanitize(bucket.gradients[0]), sanitize(bucket.gradients[-1]), len(bucket.gradients)
-        table.add_row(
+    rows = [
+        (
             str(index),
-            first if count == 1 else f"{first} … {last} ({count})",
+            members(bucket),
             mebibytes(bucket.size_bytes),
-            milliseconds(start_us),
-            milliseconds(end_us),
+            *map(milliseconds, times or (None, None)),
             form or bucket_form(bucket),
-            sanitize(bucket.reason or "", SENTENCE_CHARACTERS),
+            sanitize(bucket.reason or unknown, SENTENCE_CHARACTERS),
         )
-    if len(plan.buckets) > SHOWN_BUCKETS:
-        table.add_row("…", f"{len(plan.buckets) - SHOWN_BUCKETS} more buckets: see --json", *[""] * 5)
-    return table
+        for index, (bucket, times) in enumerate(zip(plan.buckets[:most], sent, strict=False))
+    ]
+    columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
+    return Listing("buckets in launch order", columns, rows, left=("gradients", "how", "why"))
+
+
+def _bucket_table(plan: Plan) -> Listing:
+    def members(bucket: PlanBucket) -> str:
+        first, last, count = sanitize(bucket.gradients[0]), sanitize(bucket.gradients[-1]), len(bucket.gradients)
+        return first if count == 1 else f"{first} … {last} ({count})"
+
+    table = bucket_table(plan, members, SHOWN_BUCKETS, "")
+    more = len(plan.buckets) - SHOWN_BUCKETS
+    last = [("…", f"{more} more buckets: see --json", *[""] * 5)] if more > 0 else []
+    return replace(table, rows=[*table.rows, *last])
 
 
 def bucket_form(bucket: PlanBucket) -> str:
@@ -126,7 +106,7 @@ def bucket_form(bucket: PlanBucket) -> str:
 
 
 NOISY = 0.05
-"""From this share of the step on, a prediction is so uncertain that measuring again helps."""
+"""Uncertainty of a prediction, as a share of the step, above which measuring again helps."""
 
 
 def _uncertainty(spread_us: float, whole_us: float) -> tuple[str, float, str]:
@@ -138,7 +118,7 @@ def _uncertainty(spread_us: float, whole_us: float) -> tuple[str, float, str]:
 
 
 def uncertainty_line(plan: Plan) -> str:
-    """How uncertain the prediction is; empty where the profile did not say how much its steps differed."""
+    """Return how uncertain the prediction is; empty if the profile does not say how much its steps differed."""
     prediction = plan.predicted
     if prediction is None or prediction.compute_spread_us is None:
         return ""
@@ -149,6 +129,7 @@ def uncertainty_line(plan: Plan) -> str:
 
 
 def certificate_text(plan: Plan) -> str:
+    """Return how far the plan is from optimal, in one sentence."""
     certificate = plan.certificate
     if certificate is None:
         return "no certificate"
@@ -163,7 +144,7 @@ def certificate_text(plan: Plan) -> str:
 
 
 def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> list[str]:
-    """One line for each class of accuracy; `unmeasured` says of classes why they cannot be decided."""
+    """Return a line for each class of accuracy; `unmeasured` has the reasons why classes cannot be decided."""
     classes = {plan.accuracy: plan, **(plan.alternatives or {})}
     refused = next((note for note in plan.notes if ALLOWED in note), "")  # says why, for the class that was allowed
     lines = []
@@ -184,7 +165,7 @@ def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> l
 
 
 def _accuracy_line(plan: Plan) -> str:
-    """Buckets, what is left out, and the step."""
+    """Return the number of buckets, their compression, and the step."""
     of_codec = {
         codec: [bucket for bucket in plan.buckets if BY_NAME.get(bucket.compressor.name) is codec] for codec in LOSSY
     }
@@ -196,61 +177,69 @@ def _accuracy_line(plan: Plan) -> str:
     return f"{pluralize(len(plan.buckets), 'bucket')}, {how}, {words.short}: {step} ms"
 
 
-def frontier_table(plan: Plan) -> Table:
+def _frontier_table(plan: Plan) -> Listing:
     columns = ("at the most", "largest ratio", "buckets", "narrow", "low rank", "sparse", "elements sent", "step (ms)")
-    table = make_table("speed over compression", columns)
-    for point in plan.frontier or ():
-        sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
-        form = next(filter(None, (codec.point_text(point) for codec in LOSSY)), "dense")
-        counts = point.buckets, point.narrow_buckets, point.low_rank_buckets, point.sparse_buckets
-        table.add_row(form, f"{point.max_ratio:,.3g}", *map(str, counts), sent, step)
-    return table
+    rows = [
+        (
+            next(filter(None, (codec.point_text(point) for codec in LOSSY)), "dense"),
+            f"{point.max_ratio:,.3g}",
+            *map(str, (point.buckets, point.narrow_buckets, point.low_rank_buckets, point.sparse_buckets)),
+            f"{point.sent_share:.2%}",
+            milliseconds(point.iteration_us),
+        )
+        for point in plan.frontier or ()
+    ]
+    return Listing("speed over compression", columns, rows)
 
 
-def delay_table(plan: Plan) -> Table:
-    table = make_table("speed over delay", ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4"))
-    for point in plan.delays or ():
-        times = milliseconds(point.iteration_us), milliseconds(point.closed_form_us)
-        table.add_row(str(point.steps), str(point.buckets), *times, str(point.case))
-    return table
+def _delay_table(plan: Plan) -> Listing:
+    columns = ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4")
+    rows = [
+        (*map(str, (p.steps, p.buckets)), *map(milliseconds, (p.iteration_us, p.closed_form_us)), str(p.case))
+        for p in plan.delays or ()
+    ]
+    return Listing("speed over delay", columns, rows)
 
 
-def updaters_table(plan: Plan) -> Table:
+def _updaters_table(plan: Plan) -> Listing:
     columns = ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory")
-    table = make_table("speed over local updaters: a rank's time for a minibatch", columns)
-    for point in plan.updaters or ():
-        times = milliseconds(point.lap_us), milliseconds(point.lpp_us)
-        saved = f"{point.saved_backwards:.2f}", f"{point.closed_form:.2f}"
-        memory = "" if point.fits else "too little"
-        table.add_row(str(point.updaters), str(point.blocks), *times, *saved, memory)
-    return table
+    rows = [
+        (
+            *map(str, (point.updaters, point.blocks)),
+            *map(milliseconds, (point.lap_us, point.lpp_us)),
+            f"{point.saved_backwards:.2f}",
+            f"{point.closed_form:.2f}",
+            "" if point.fits else "too little",
+        )
+        for point in plan.updaters or ()
+    ]
+    return Listing("speed over local updaters: a rank's time for a minibatch", columns, rows)
 
 
-def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
-    """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
+def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[str] = ()) -> None:
+    """Print summary, certificate and notes, and `more` lines; with `buckets` also the table of buckets and sources."""
     if plan.fsdp2 is not None:
-        tables = list(map(listing_table, wrapping_listings(plan, plan.fsdp2, groups=buckets)))
+        tables = list(wrapping_listings(plan, plan.fsdp2, groups=buckets))
         said = wrapping_lines(plan, plan.fsdp2)
     else:
-        tables = [summary_table(plan), *([bucket_table(plan)] if buckets else [])]
-        risky = ((plan.frontier, frontier_table), (plan.delays, delay_table), (plan.updaters, updaters_table))
+        tables = [summary_table(plan), *([_bucket_table(plan)] if buckets else [])]
+        risky = ((plan.frontier, _frontier_table), (plan.delays, _delay_table), (plan.updaters, _updaters_table))
         tables += [table(plan) for points, table in risky if points]
         line = describe(plan).line
         said = [f"accuracy {plan.accuracy}; {line}" if line else "", *interface_lines(plan), uncertainty_line(plan)]
-    for table in tables:
-        print_table(console, table)
-    for line in filter(None, (*said, certificate_text(plan))):
-        console.print(line, highlight=False)
-    for note in plan.notes:
-        console.print(f"- {sanitize(note, SENTENCE_CHARACTERS)}", highlight=False)
+    print_tables(*tables, console=console)
+    lines = [*filter(None, (*said, certificate_text(plan)))]
+    lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
     if buckets:
-        for line in loading_lines(plan):
-            console.print(line, highlight=False)
-        for name, text in (plan.sources or {}).items():
-            console.print(f"{sanitize(name)}: {sanitize(text, SENTENCE_CHARACTERS)}", highlight=False)
+        lines += loading_lines(plan)
+        sources = (plan.sources or {}).items()
+        lines += [f"{sanitize(name)}: {sanitize(text, SENTENCE_CHARACTERS)}" for name, text in sources]
+    for line in (*lines, *more):
+        console.print(line, highlight=False)
 
 
-def simulation_table(results: Sequence[Simulation]) -> Table:
+def simulation_table(results: Sequence[Simulation]) -> Listing:
+    """List predictions by number of ranks and strategy."""
     best = {
         ranks: min(r.iteration_us for r in results if r.ranks == ranks)
         for ranks in dict.fromkeys(r.ranks for r in results)
@@ -260,12 +249,11 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
     quantiles = list((results[0].quantiles_us or {}) if results else {})
     columns += [f"{name} (ms)" for name in quantiles]
     columns += ["critical path"] if any(result.critical_path for result in results) else []
-    left = ("strategy", "all-reduce", "critical path")
-    table = make_table(f"predicted time of one step{changes}", columns, left=left)
+    rows = []
     for result in results:
         shares = sorted((result.critical_path or {}).items(), key=lambda item: -item[1])
         critical_path = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
-        table.add_row(
+        rows.append((
             str(result.ranks),
             result.strategy,
             str(result.buckets),
@@ -275,24 +263,24 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
             result.cost_source + (", extrapolated" if result.extrapolated else ""),
             *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
             *([critical_path] if result.critical_path else []),
-        )
-    return table
+        ))  # fmt: skip
+    left = ("strategy", "all-reduce", "critical path")
+    return Listing(f"predicted time of one step{changes}", columns, rows, left)
 
 
 FITTED_SIZES = (2**20, 2**25, 2**30)
 
 
-def fitted_tables(fitted: FittedCluster) -> list[Table]:
-    """What a fit is off by on its logs, and what it predicts there and on more nodes."""
-    errors = make_table(
-        "fitted on", ["collective", "nodes", "samples", "median error", "largest"], left=("collective",)
-    )
-    for collective, nodes, samples, median_error, worst in fitted.rows:
-        errors.add_row(collective, str(nodes), str(samples), f"{median_error:.1%}", f"{worst:.1%}")
+def fitted_tables(fitted: FittedCluster) -> list[Listing]:
+    """List what a fit is off by on its logs, and what it predicts there and on more nodes."""
+    errors = [
+        (collective, str(nodes), str(samples), f"{median_error:.1%}", f"{worst:.1%}")
+        for collective, nodes, samples, median_error, worst in fitted.rows
+    ]
+    columns = ("collective", "nodes", "samples", "median error", "largest")
     machine, cluster = fitted.cluster.nccl, fitted.cluster
     assert machine is not None
-    sizes = [mebibytes(size) for size in FITTED_SIZES]
-    predicted = make_table("all-reduce (ms), 9 of 10 within", ["nodes", *sizes, "within", "by"], left=("by",))
+    predicted = []
     for nodes in dict.fromkeys([*(row[1] for row in fitted.rows), 4 * cluster.nodes, 64 * cluster.nodes]):
         if nodes > 1 and machine.nic is None:
             continue
@@ -300,8 +288,12 @@ def fitted_tables(fitted: FittedCluster) -> list[Table]:
         times = nccl.times_us("all_reduce", shape, FITTED_SIZES)
         taken = dict.fromkeys(nccl.choice("all_reduce", shape, FITTED_SIZES))
         within = f"± {nccl.interval_of(shape):.0%}"
-        predicted.add_row(str(nodes), *(milliseconds(float(time)) for time in times), within, ", ".join(taken))
-    return [errors, predicted]
+        predicted.append((str(nodes), *(milliseconds(float(time)) for time in times), within, ", ".join(taken)))
+    sizes = map(mebibytes, FITTED_SIZES)
+    return [
+        Listing("fitted on", columns, errors, left=("collective",)),
+        Listing("all-reduce (ms), 9 of 10 within", ("nodes", *sizes, "within", "by"), predicted, left=("by",)),
+    ]
 
 
 def computed_line(result: Advice | ScalePoint) -> str:
@@ -309,29 +301,25 @@ def computed_line(result: Advice | ScalePoint) -> str:
     return f"{sanitize(result.model)} on {sanitize(result.cluster)}: computed with {result.computed_with}"
 
 
-def advice_table(advice: Advice) -> Table:
-    """Every way to train, least risky first."""
-    columns = ["way", "step (ms)", "exposed (ms)", "memory", "fits", "asks for", "why"]
+def advice_table(advice: Advice) -> Listing:
+    """List every way to train, least risky first."""
     ranged = any(option.interval_us for option in advice.options)
-    if ranged:
-        columns.insert(2, "between (ms)")
-    table = make_table(
-        f"{sanitize(advice.model)} on {sanitize(advice.cluster)}, {pluralize(advice.ranks, 'rank')}: least risky first",
-        columns, left=("way", "fits", "asks for", "why"),
-    )  # fmt: skip
+    rows = []
     for option in advice.options:
         fits = "not known" if option.fits is None else "yes" if option.fits else "no"
         asks = option.interface if option.executed_by != "planner.fully_shard" else "fsdp2: planner.fully_shard"
-        times = [milliseconds(option.iteration_us), milliseconds(option.exposed_us)]
-        if ranged:
-            times.insert(1, " to ".join(map(milliseconds, option.interval_us or ())))
+        between = [" to ".join(map(milliseconds, option.interval_us or ()))] if ranged else []
+        times = milliseconds(option.iteration_us), *between, milliseconds(option.exposed_us)
         mark = f"{option.name} ←" if option.name == advice.use else option.name
-        table.add_row(mark, *times, mebibytes(option.memory_bytes), fits, asks, option.reason)
-    return table
+        rows.append((mark, *times, mebibytes(option.memory_bytes), fits, asks, option.reason))
+    between = ["between (ms)"] if ranged else []
+    columns = ("way", "step (ms)", *between, "exposed (ms)", "memory", "fits", "asks for", "why")
+    where = f"{sanitize(advice.model)} on {sanitize(advice.cluster)}, {pluralize(advice.ranks, 'rank')}"
+    return Listing(f"{where}: least risky first", columns, rows, left=("way", "fits", "asks for", "why"))
 
 
 def advice_lines(advice: Advice) -> list[str]:
-    """What to use and why, what that rests on, and how to continue."""
+    """Return what to use and why, what that rests on, and how to continue."""
     lines = [f"use {advice.use}: {advice.reason}", f"messages: {advice.cost_source}"]
     if advice.if_lossy is not None:
         lines.insert(1, f"where messages may lose digits (--accuracy bounded): {advice.if_lossy}")
@@ -355,20 +343,25 @@ def advice_lines(advice: Advice) -> list[str]:
     return lines
 
 
-def sweep_table(points: Sequence[ScalePoint]) -> Table:
-    """A row for each prediction."""
-    columns = ["model", "cluster", "ranks", "how", "step (ms)", "median (ms)", "99 % (ms)", "efficiency", "goodput"]
-    table = make_table("predicted at scale", columns, left=("model", "cluster", "how"))
-    for point in points:
-        how = point.strategy + ("" if point.fits is not False else ", too little memory")
-        times = (milliseconds(time) for time in (point.step_us, point.median_us, point.p99_us))
-        shares = f"{point.efficiency:.1%}", f"{point.goodput:.1%}"
-        table.add_row(sanitize(point.model), sanitize(point.cluster), str(point.ranks), how, *times, *shares)
-    return table
+def sweep_table(points: Sequence[ScalePoint]) -> Listing:
+    """List predictions at scale."""
+    columns = ("model", "cluster", "ranks", "how", "step (ms)", "median (ms)", "99 % (ms)", "efficiency", "goodput")
+    rows = [
+        (
+            sanitize(point.model),
+            sanitize(point.cluster),
+            str(point.ranks),
+            point.strategy + (", too little memory" if point.fits is False else ""),
+            *map(milliseconds, (point.step_us, point.median_us, point.p99_us)),
+            *(f"{share:.1%}" for share in (point.efficiency, point.goodput)),
+        )
+        for point in points
+    ]
+    return Listing("predicted at scale", columns, rows, left=("model", "cluster", "how"))
 
 
 def profile_lines(profile: Profile) -> list[str]:
-    """A profile in a few lines."""
+    """Describe a profile in a few lines."""
     compute = profile.compute
     size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
     backward_us = sum(gradient.backward_us for gradient in compute.gradients)
@@ -414,21 +407,3 @@ def profile_lines(profile: Profile) -> list[str]:
         times = ", ".join(f"{milliseconds(us)} ms from {name}" for name, us in levels(profile.loading).items())
         lines.append(f"one of {profile.loading.samples:,} samples takes {times}, on the slowest rank")
     return lines
-
-
-def print_table(console: Console, table: Table) -> None:
-    """A table, with title and caption as lines of their own: rich would wrap them to the table's width."""
-    title, caption, table.title, table.caption = table.title, table.caption, None, None
-    for part, style in ((title, "table.title"), (table, None), (caption, "table.caption")):
-        if part is not None and part != "":
-            console.print(part, style=style, highlight=False)
-
-
-UNWRAPPED = 100_000
-"""Wider than any table or line."""
-
-
-def make_console() -> Console:
-    # Into a pipe or a file nothing is wrapped or cut off. Names are printed as they are.
-    width = None if Console().is_terminal else UNWRAPPED
-    return Console(width=width, markup=False, emoji=False)

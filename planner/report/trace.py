@@ -7,7 +7,7 @@ complete event (`"ph": "X"`, microseconds); all are sorted by start. The trace h
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.documents.text import first_part, pluralize
@@ -27,6 +27,7 @@ Task = PredictedTask | MeasuredTask
 
 
 def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str, Any]:
+    """Return the trace as plain JSON types."""
     processes: list[tuple[str, str, Sequence[Task]]] = []
     cluster = (plan.sources or {}).get("cluster")
     ranks = f"{plan.model.name}, {pluralize(plan.world.ranks, 'rank')}" + (
@@ -41,17 +42,10 @@ def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str
     metadata: list[Event] = []
     complete: list[Event] = []
     for pid, (name, label, tasks) in enumerate(processes, start=1):
-        lanes = _lanes(tasks)
-
-        def describe(what: str, tid: int, pid: int = pid, **arguments: Any) -> None:
-            metadata.append({"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": arguments})
-
-        describe("process_name", 0, name=name)
-        describe("process_labels", 0, labels=label)
-        describe("process_sort_index", 0, sort_index=pid)
-        for tid, (lane, members) in enumerate(lanes, start=1):
-            describe("thread_name", tid, name=lane)
-            describe("thread_sort_index", tid, sort_index=tid)
+        process = {"process_name": {"name": name}, "process_labels": {"labels": label}}
+        metadata += _metadata(pid, 0, process | {"process_sort_index": {"sort_index": pid}})
+        for tid, (lane, members) in enumerate(_lanes(tasks), start=1):
+            metadata += _metadata(pid, tid, {"thread_name": {"name": lane}, "thread_sort_index": {"sort_index": tid}})
             complete += [{**_event(plan, task), "pid": pid, "tid": tid} for task in members]
     complete.sort(key=lambda event: (event["ts"], event["pid"], event["tid"]))
     about = {"model": plan.model.name, "ranks": str(plan.world.ranks), "planner": __version__}
@@ -62,8 +56,15 @@ def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str
     }
 
 
+def _metadata(pid: int, tid: int, said: Mapping[str, Event]) -> list[Event]:
+    return [
+        {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": arguments}
+        for what, arguments in said.items()
+    ]
+
+
 def trace_text(plan: Plan, measured: MeasuredStep | None = None) -> str:
-    """The trace file, one event a line."""
+    """Return the text of the trace file, one event a line."""
     document = trace_document(plan, measured)
     events = ",\n".join(_json(event) for event in document.pop("traceEvents"))
     return f'{{"traceEvents": [\n{events}\n],\n{_json(document)[1:]}\n'
@@ -74,7 +75,7 @@ def _json(value: Any) -> str:
 
 
 def _lanes(tasks: Sequence[Task]) -> list[tuple[str, list[Task]]]:
-    """(thread, tasks) per resource, compute first. Tasks of a resource that overlap, as medians may, get a thread more.
+    """Return (thread, tasks) per resource, compute first; tasks of a resource that overlap have a thread more.
 
     Events of one thread have to follow one another or lie inside each other.
     """

@@ -1,4 +1,4 @@
-"""What is drawn: one track for the plan, one for a measured step, one for each baseline; bars on resources."""
+"""Tracks to draw: one for the plan, one for a measured step, one for each baseline; bars on resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.plan.predicted import PredictedTask, Prediction
 from runtime.plan.timeline import computes
 
 ROLES = ("forward", "backward", "update", "compute", "message")
-"""What a bar is drawn as; `compute` is everything else on that resource."""
+"""Roles of bars; `compute` is everything else on that resource."""
 
 MEASURED = "measured"
 
@@ -46,7 +46,7 @@ class Track:
 
 
 def plan_tracks(plan: Plan, measured: MeasuredStep | None) -> list[Track]:
-    """The plan, then the measured step, then the baselines from fast to slow; only those with a timeline."""
+    """Return the plan, then the measured step, then the baselines from fast to slow; only those with a timeline."""
     tracks: list[Track] = []
 
     def add(name: str, step: Prediction | MeasuredStep, buckets: int | None, tasks: Sequence[PredictedTask]) -> None:
@@ -66,7 +66,7 @@ def plan_tracks(plan: Plan, measured: MeasuredStep | None) -> list[Track]:
 
 
 def _with_gradients(plan: Plan, tasks: Sequence[PredictedTask]) -> list[PredictedTask]:
-    """Tasks of the plan's own buckets, with what is in them; tasks without `bucket` are taken in launch order."""
+    """Return the tasks with the gradients of their buckets; tasks without `bucket` are in launch order."""
     firsts, total = [], 0
     for bucket in plan.buckets:
         firsts.append(total)
@@ -91,7 +91,7 @@ def _with_gradients(plan: Plan, tasks: Sequence[PredictedTask]) -> list[Predicte
 
 
 def _bars(plan: Plan, tasks: Sequence[PredictedTask]) -> tuple[Bar, ...]:
-    """The tasks that take time, joined where they are too many to be drawn."""
+    """Return the tasks that take time, joined where they are too many to be drawn."""
     names, bars = plan.gradients, []
     for task in join_neighbours(tasks):
         if task.end_us <= task.start_us:

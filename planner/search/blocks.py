@@ -22,12 +22,12 @@ from planner.ir import TIE
 from planner.model.modes.local_updaters import BlockProblem, updaters_per_block
 
 TICKS = 2**40
-"""Of all backward; the largest sum is some thousands of times that."""
+"""Ticks of all backward; the largest sum is some thousands of times that."""
 NONE = np.int64(2**62)
 
 
 def best_blocks(problem: BlockProblem, updaters: int) -> tuple[int, ...]:
-    """Where blocks end, in layers: one block for each updater, or as many as can be where so many cannot.
+    """Return the ends of blocks, in layers: one block for each updater, or as many as are possible.
 
     With fewer blocks than updaters, the first ones have an updater more than the last ones, and count as often.
 
@@ -48,7 +48,7 @@ def best_blocks(problem: BlockProblem, updaters: int) -> tuple[int, ...]:
 
 
 def _latest_starts(weight: NDArray[np.float64], updaters: int) -> NDArray[np.int64]:
-    """For each end, the last beginning that leaves a block large enough and not empty; -1 for none. Shape (L + 1,).
+    """Return for each end the last start that leaves a block large enough and not empty; -1: none. Shape (L + 1,).
 
     A block that holds exactly its share is large enough, however sums are rounded.
     """
@@ -59,7 +59,7 @@ def _latest_starts(weight: NDArray[np.float64], updaters: int) -> NDArray[np.int
 
 
 def _most_blocks(latest: NDArray[np.int64], updaters: int) -> int:
-    """Each block as small as it may be, one after the other: no other way has more."""
+    """Return the largest number of blocks, each as small as it may be."""
     blocks, start, layers = 0, 0, len(latest) - 1
     while blocks < updaters:
         start = int(np.searchsorted(latest, start))  # `latest` grows: the first end that leaves enough behind `start`
@@ -72,7 +72,7 @@ def _most_blocks(latest: NDArray[np.int64], updaters: int) -> int:
 def _solve(
     input_ticks: NDArray[np.int64], weight: NDArray[np.int64], latest: NDArray[np.int64], counts: Sequence[int]
 ) -> tuple[int, ...]:
-    """The stops of blocks that have so many updaters each."""
+    """Return the stops of blocks with these numbers of updaters."""
     layers = len(input_ticks)
     best = np.full(layers + 1, NONE)
     best[0] = 0

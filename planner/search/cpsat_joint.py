@@ -26,13 +26,13 @@ MAX_LINK_PLACES = 201
 
 
 def fits(tables: BucketTables) -> bool:
-    """Whether the model can take on a problem."""
+    """Return whether the model can take on a problem."""
     dense = tables.two_links and len(tables.cost_us) <= 3
     return len(tables.places) <= (MAX_LINK_PLACES if dense else MAX_PLACES)
 
 
 def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float) -> Solution:
-    """The earliest end over the first `forms` forms, no later than the known one; `limit` in deterministic time."""
+    """Return the earliest end over the first `forms` forms, at most the known one; `limit` in deterministic time."""
     model = _LinkModel(tables, forms, known_us) if tables.two_links else _Model(tables, forms, known_us)
     return model.solve(limit)
 
@@ -43,7 +43,7 @@ class _Model(PathModel):
     until_known = 2.0**26
     """Ticks."""
     roundings = 4
-    """At each place, at the most; and two at the end."""
+    """Most roundings at each place; two more at the end."""
 
     def __init__(self, tables: BucketTables, forms: int, known_us: float) -> None:
         super().__init__(len(tables.places) - 1, known_us, self.until_known)
@@ -58,7 +58,7 @@ class _Model(PathModel):
         return math.floor(time_us / self.tick_us)
 
     def _least_us(self) -> Any:
-        """When choices with each bucket end, at the earliest."""
+        """Return the earliest end of choices with each bucket."""
         tables, forms = self._tables, self._forms
         best_us = tables.cost_us[:forms].min(axis=0)
         free_us, rest_us = np.zeros(self.count + 1), cheapest_to_end_us(best_us)
@@ -71,15 +71,15 @@ class _Model(PathModel):
         return np.where(np.tri(self.count + 1, k=-1, dtype=bool).T[None], least_us, np.inf)
 
     def _around_us(self) -> tuple[Any, Any]:
-        """What a bucket takes before it is on the network, and after that."""
+        """Return a bucket's time before it is on the network, and after that."""
         return self._tables.select_us[: self._forms], self._tables.unpack_us[: self._forms]
 
     def _loads(self) -> list[Any]:
-        """What buckets keep each network busy for."""
+        """Return how long buckets keep each network busy."""
         return [self._tables.cost_us]
 
     def _add_loads(self) -> None:
-        """What stops at a place or later is ready after that place and selection up to it, and keeps networks busy."""
+        """Add that buckets which stop at a place or later are ready after it, and keep networks busy."""
         ready = [self._ticks(time_us) for time_us in self._tables.ready_us.tolist()]
         late, after = self._of_places(self._tables.select_us), [self._of_places(load) for load in self._loads()]
         delay: list[Any] = [0]
@@ -92,7 +92,7 @@ class _Model(PathModel):
                 self.cp.add(self.end >= ready[place] + delay[place] + following)
 
     def _of_places(self, table: Any, only: Sequence[bool] | None = None) -> list[Any]:
-        """For each place the ticks of the bucket that stops there; 0 where none does, or none of these forms."""
+        """Return for each place the ticks of the bucket that stops there; 0 for none, or none of these forms."""
         terms: list[list[Any]] = [[] for _ in range(self.count + 1)]
         for (start, stop, form), arc in self.arcs.items():
             ticks = self._ticks(float(table[form, start, stop]))
@@ -101,7 +101,7 @@ class _Model(PathModel):
         return [self._sum(*of) if of else 0 for of in terms]
 
     def _sum(self, *terms: Any) -> Any:
-        """A sum that stands in many constraints."""
+        """Return a sum that stands in many constraints."""
         if all(isinstance(term, int) for term in terms):
             return sum(terms)
         total = self.time()
@@ -157,7 +157,7 @@ class _LinkModel(_Model):
         return [self._tables.cost_us, self._tables.scatter_us + self._tables.gather_us]
 
     def _whether(self, table: Any) -> list[Any]:
-        """Whether the bucket that stops at each place is one by phases of which the table has something."""
+        """Return whether the bucket that stops at each place is one by phases with an entry in the table."""
         flags = []
         for place in range(self.count + 1):
             flag = self.cp.new_bool_var("")

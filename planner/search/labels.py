@@ -1,4 +1,4 @@
-"""Which buckets, and in which form each: a program over prefixes that keeps Pareto labels.
+"""Search for buckets and their forms: a program over prefixes that keeps Pareto labels.
 
 After a prefix of buckets the step is in a state, of which less is never worse in any column, so a prefix keeps the
 labels that none dominates: exact while it may keep all of them and buckets may stop everywhere, else a heuristic.
@@ -48,7 +48,7 @@ DENSE_COLUMNS, ALL_COLUMNS = 4, 8
 
 @dataclass(frozen=True)
 class JointSolution:
-    """Where buckets stop and their forms; whether no other choice on the grid is better."""
+    """Stops and forms of buckets; whether no other choice on the grid is better."""
 
     stops: tuple[int, ...]
     forms: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Labels(Columns):
 
 
 def search(tables: BucketTables, forms: int, deadline_us: float, labels: int | None = None) -> JointSolution | None:
-    """The choice among the first `forms` forms, of which one is dense, that ends earliest; None where none found ends
+    """Return the choice among the first `forms` forms that ends earliest; None where none found ends
     by the deadline. A prefix keeps `labels` where not all are kept; default: by links and number of places.
     """
     places = len(tables.places)
@@ -124,7 +124,7 @@ def search(tables: BucketTables, forms: int, deadline_us: float, labels: int | N
 
 
 def _rest(tables: BucketTables, forms: int) -> tuple[Floats, float]:
-    """The least that follows on the links after each place, and that the last bucket takes on them."""
+    """Return the least time that follows on the links after each place, and that of the last bucket."""
     cost_us = tables.cost_us[:forms]
     last_us = cost_us[:, :-1, -1] + tables.gather_us[:forms, :-1, -1]
     best_us = cost_us.min(axis=0)
@@ -133,7 +133,7 @@ def _rest(tables: BucketTables, forms: int) -> tuple[Floats, float]:
 
 
 def least_ends_us(tables: BucketTables, forms: int) -> float:
-    """No choice among the first `forms` forms ends compute and network earlier.
+    """Return a lower bound of the end of compute and network, over the first `forms` forms.
 
     On one network selection and unpacking are taken to be free; on two kinds of link each bucket has its selection, and
     the intra-node links, for itself.
@@ -150,7 +150,7 @@ def least_ends_us(tables: BucketTables, forms: int) -> float:
 
 
 def _send(tables: BucketTables, labels: _Labels, stop: int, forms: int, ordered: bool) -> _Labels:
-    """Every label with every bucket from there to `stop`, in every form; `ordered`: with exact keys."""
+    """Return every label with every bucket from there to `stop`, in every form; `ordered`: with exact keys."""
     found = []
     for form in range(forms):
         possible = np.flatnonzero(np.isfinite(tables.cost_us[form, :stop, stop])[labels.place])
@@ -191,7 +191,7 @@ def _send(tables: BucketTables, labels: _Labels, stop: int, forms: int, ordered:
 
 
 def _ends_us(tables: BucketTables, states: Floats) -> Floats:
-    """When everything has ended, were no bucket to follow."""
+    """Return the ends if no bucket follows."""
     sent_us = np.maximum(states[:, INTRA], states[:, INTER])
     sent_us = np.where(states[:, PENDING] > 0.0, sent_us + states[:, GATHER], sent_us)
     unpacked_us = np.where(states[:, OWED] > 0.0, np.maximum(states[:, ARRIVED], sent_us), states[:, ARRIVED])
@@ -232,7 +232,7 @@ def _exact_frontier(labels: _Labels, unpacks: bool) -> tuple[Ints, bool]:
 
 
 def _spread_frontier(states: Floats, ends_us: Floats, unpacks: bool, width: int) -> Ints:
-    """Some labels of the frontier: spread over it, both ends included, and as many that might end earliest."""
+    """Return some labels of the frontier: spread over it with both ends, and as many that might end earliest."""
     pairs = [(states[:, INTER], states[:, DELAY])]
     if unpacks:
         pairs.append((np.maximum(states[:, INTER], states[:, ARRIVED]), states[:, EXTRA]))

@@ -21,7 +21,7 @@ from runtime.plan.transports import FLAT
 
 
 def layer_wise(problem: Problem, limits: NDArray[np.float64], *, by_layer: bool = False) -> Schedule:
-    """Every layer by Eq. 19.
+    """Return every layer by Eq. 19.
 
     Args:
         problem: the step.
@@ -53,7 +53,7 @@ def _layer(
     *,
     by_layer: bool,
 ) -> list[Bucket]:
-    """The buckets of one layer, with `budget_us` to hide behind: one, where all of it has one limit."""
+    """Return the buckets of one layer, with `budget_us` to hide behind: one, where all of it has one limit."""
     if int(problem.numel[slice(*run)].sum()) == 0 or float(problem.range_cost_us(*run)) <= budget_us:
         return [Bucket(tuple(range(*run)))]
     if not by_layer:
@@ -76,7 +76,7 @@ def _layer(
 
 
 def _pieces(problem: Problem, run: tuple[int, int], limits: NDArray[np.float64]) -> list[tuple[tuple[int, int], float]]:
-    """A layer cut where limits change."""
+    """Return the pieces of a layer, cut where limits change."""
     pieces: list[tuple[tuple[int, int], float]] = []
     for index in range(*run):
         limit = float(limits[index]) if problem.numel[index] else 1.0
@@ -88,7 +88,7 @@ def _pieces(problem: Problem, run: tuple[int, int], limits: NDArray[np.float64])
 
 
 def apportion(k: int, elements: list[int], limit: float) -> list[int]:
-    """k shared by the elements of runs, none with fewer than its limit asks for; in all k, or what the limits need."""
+    """Return k shared by the elements of runs, each with at least what its limit asks for."""
     total, shares, before = sum(elements), [], 0
     for numel in elements:
         after = before + numel
@@ -98,7 +98,7 @@ def apportion(k: int, elements: list[int], limit: float) -> list[int]:
 
 
 def _count(problem: Problem, gather: _Gather, piece: tuple[int, int], budget_us: float, limit: float) -> int:
-    """Eq. 19's k of a piece that does not hide dense."""
+    """Return Eq. 19's k of a piece that does not hide dense."""
     numel, size_bytes = _sizes(problem, piece)
     return max(math.ceil(numel / limit), gather.most_that_hide(numel, size_bytes, budget_us))
 
@@ -109,7 +109,7 @@ def _sizes(problem: Problem, piece: tuple[int, int]) -> tuple[int, float]:
 
 
 class _Gather:
-    """What layers' selected elements take, on the network, of selection and of unpacking, over their number k."""
+    """Times of layers' selected elements, on the network, of selection and of unpacking, over their number k."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -123,12 +123,12 @@ class _Gather:
         return self._problem.selection_cost(FLAT), self._problem.selection_cost(FLAT, "unpack")
 
     def times_us(self, k: ArrayLike, numel: int, size_bytes: float) -> NDArray[np.float64]:
-        """Of a layer of so many elements and dense bytes; elementwise."""
+        """Return the times of a layer of these elements and dense bytes; elementwise."""
         spent_us = sum((cost(size_bytes, np.asarray(k) / numel) for cost in self._selection), np.zeros(()))
         return sum((phase.curve(phase.message_bytes(k, size_bytes)) for phase in self._phases), spent_us)
 
     def most_that_hide(self, numel: int, size_bytes: float, budget_us: float) -> int:
-        """The largest k whose gather and selection fit into the budget; 0 if none does.
+        """Return the largest k whose gather and selection fit into the budget; 0 if none does.
 
         Measured times may fall while k rises, so each stretch on which they are a line is looked at.
         """
@@ -145,7 +145,7 @@ class _Gather:
         return low
 
     def _line_ends(self, numel: int) -> NDArray[np.int64]:
-        """Ascending k from 1 to `numel`: between neighbours, and those next to them, times are a line."""
+        """Return ascending k from 1 to `numel`: between neighbours, and those next to them, times are a line."""
         gathers = [phase.curve.bends_bytes / float(phase.message_bytes(1, 0.0)) for phase in self._phases]
         bends = np.concatenate([*gathers, *(cost.density * numel for cost in self._selection), [1.0, numel]])
         bends = np.clip(bends, 1.0, numel)

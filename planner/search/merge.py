@@ -45,7 +45,7 @@ class MergeProblem:
 
     @classmethod
     def of(cls, problem: Problem, times_us: Callable[[Floats], Floats], non_decreasing: bool) -> MergeProblem:
-        """Of the gradients of a step, whose messages take so long by their bytes."""
+        """Return the arrays of a step whose messages take `times_us` by their bytes."""
         return cls(problem.ready_us, partial(problem.range_time_us, times_us), non_decreasing)
 
     @property
@@ -53,7 +53,7 @@ class MergeProblem:
         return len(self.ready_us)
 
     def end_us(self, stops: Iterable[int]) -> float:
-        """When the last of these buckets ends."""
+        """Return the end of the last of these buckets."""
         time_us = 0.0
         for start, stop in pairwise((0, *stops)):
             time_us = max(time_us, float(self.ready_us[stop - 1])) + float(self.cost_us(start, stop))
@@ -62,7 +62,7 @@ class MergeProblem:
 
 @dataclass(frozen=True)
 class MergeSolution:
-    """Where each bucket stops, when the last one ends, and whether ties were broken exactly."""
+    """Stops of buckets, the end of the last one, and whether ties were broken exactly."""
 
     stops: tuple[int, ...]
     end_us: float
@@ -70,7 +70,7 @@ class MergeSolution:
 
 
 def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolution:
-    """The optimal buckets; see the module's text for the objective and the order among equals."""
+    """Return the optimal buckets; the module's text has the objective and the order among equals."""
     finish_us, predecessor = finish_times(problem)
     end_us = float(finish_us[-1])
     deadline_us = end_us * (1.0 + TIE)
@@ -85,7 +85,7 @@ def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolutio
 
 
 def finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
-    """f(i) for i in 0..count and the start of the last bucket of a schedule that attains it."""
+    """Return f(i) for i in 0..count, and the start of the last bucket of a schedule that attains it."""
     count, ready_us = problem.count, problem.ready_us
     finish_us = np.zeros(count + 1)
     predecessor = np.zeros(count + 1, dtype=np.int64)
@@ -103,7 +103,7 @@ def finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def _fewest_buckets(problem: MergeProblem, finish_us: Floats, deadline_us: float, work: int) -> tuple[int, ...] | None:
-    """The first, in the order among equals, of the schedules that end by the deadline; None if `work` ran out.
+    """Return the first, in the order among equals, of the schedules within the deadline; None if `work` ran out.
 
     Level m holds, for each prefix j, the latest time at which it may end so that the rest can be sent in m buckets.
     """

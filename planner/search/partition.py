@@ -32,21 +32,21 @@ MAX_BOOLEANS = 20_000
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     owners: tuple[int, ...]
-    """By item, its part."""
+    """Part of each item."""
     largest: float
     bound: float
-    """No split has a smaller one."""
+    """Lower bound of the largest share of any split."""
     method: str
 
     @property
     def proven(self) -> bool:
-        """Whether no split is better by more than `NEAR`."""
+        """Return whether no split is better by more than `NEAR`."""
         return self.largest <= self.bound * (1.0 + NEAR)
 
 
 @lru_cache(maxsize=16)
 def best_partition(costs: tuple[float, ...], parts: int, method: str = "cpsat") -> Partition:
-    """The split of least largest share, by `cpsat` or the rule `lpt`. Kept: a pass and what is said of it ask."""
+    """Return the split of least largest share, by `cpsat` or the rule `lpt`. Cached: a pass and its notes ask."""
     found = _partition(costs, longest_first(costs, parts), parts, "LPT")
     if method == "lpt" or found.proven or len(costs) * parts > MAX_BOOLEANS:
         return found
@@ -61,7 +61,7 @@ def _partition(costs: tuple[float, ...], owners: tuple[int, ...], parts: int, me
 
 
 def _exchanged(costs: tuple[float, ...], owners: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """While it makes the largest share smaller, moves an item of it to another part, or exchanges it for one there.
+    """Move an item of the largest share, or exchange it for one elsewhere, while that share gets smaller.
 
     Every step takes the exchange that leaves the larger one of both shares least, among equals the first.
     """
@@ -92,7 +92,7 @@ def _exchanged(costs: tuple[float, ...], owners: tuple[int, ...], parts: int) ->
 
 
 def _solved(costs: tuple[float, ...], parts: int, known: Partition) -> Partition:
-    """The better of what is known and what the constraint program finds."""
+    """Return the better of what is known and what the constraint program finds."""
     from ortools.sat.python import cp_model  # noqa: TID251  (takes longer to load than all else here)
 
     tick = known.largest / TICKS
@@ -130,7 +130,7 @@ def _solved(costs: tuple[float, ...], parts: int, known: Partition) -> Partition
 
 
 def _renamed(owners: tuple[int, ...], order: list[int]) -> list[int]:
-    """The same split, its parts numbered in the order in which the longest items come to them."""
+    """Return the same split, its parts numbered in the order in which the longest items come to them."""
     names: dict[int, int] = {}
     for item in order:
         names.setdefault(owners[item], len(names))
@@ -138,5 +138,5 @@ def _renamed(owners: tuple[int, ...], order: list[int]) -> list[int]:
 
 
 def partition_of(problem: Problem, method: str = "cpsat") -> Partition:
-    """The split of norms over ranks whose largest share is least."""
+    """Return the split of norms over ranks whose largest share is least."""
     return best_partition(norm_costs_us(problem), problem.ranks, method)

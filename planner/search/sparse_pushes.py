@@ -20,16 +20,17 @@ from planner.model.problem import Problem
 from runtime.plan.transports import FLAT
 
 RATIOS = (4.0, 16.0, 64.0, 250.0, 1000.0)
-"""Those of the pass `joint`."""
+"""Ratios of the pass `joint`."""
 COUNTS = (1, 2, 4, 8, 16, 32)
-"""How many of the largest gradients select."""
+"""Numbers of largest gradients that select."""
 
 
 def best_selected(
     problem: Problem, limits: NDArray[np.float64], step_us: Callable[[Schedule], float]
 ) -> Schedule | None:
-    """The shortest step, then the least compression; None where nothing can be selected from, or nobody measured what
-    that costs. `limits`: the largest ratio of each gradient; `step_us` knows the delay that is meant.
+    """Return the shortest step, then the least compression; None where nothing can be selected, or at unknown cost.
+
+    `limits` has the largest ratio of each gradient; `step_us` knows the delay that is meant.
     """
     if problem.cost.cluster.sparsify is None:
         return None

@@ -72,18 +72,18 @@ class BucketTables:
     """
 
     places: Ints
-    """From 0 to the number of gradients."""
+    """Places, from 0 to the number of gradients."""
     ready_us: Floats
-    """When all gradients before each place are ready, without selection. Shape (places,)."""
+    """Ready time of all gradients before each place, without selection. Shape (places,)."""
     compute_end_us: float
     phased: tuple[bool, ...]
-    """Of each form, whether it is on the intra-node links before and after the inter-node ones."""
+    """Flags of the forms that use the intra-node links before and after the inter-node ones."""
     scatter_us: Floats
-    """On the intra-node links, before."""
+    """Time on the intra-node links, before."""
     cost_us: Floats
-    """On the network; of two kinds of link, on the inter-node one."""
+    """Time on the network; of two kinds of link, on the inter-node one."""
     gather_us: Floats
-    """On the intra-node links, after."""
+    """Time on the intra-node links, after."""
     select_us: Floats
     """Compute time before the bucket is sent."""
     unpack_us: Floats
@@ -93,7 +93,7 @@ class BucketTables:
 
     @property
     def two_links(self) -> bool:
-        """Whether there are forms on intra-node links; else the network is one."""
+        """Return whether there are forms on intra-node links; else the network is one."""
         return any(self.phased)
 
     @property
@@ -101,15 +101,15 @@ class BucketTables:
         return bool(self.unpack_us.any())
 
     def only(self, places: Ints) -> BucketTables:
-        """Those of some of the places, which are numbers of gradients here."""
+        """Return the tables of some of the places, which are numbers of gradients here."""
         at = np.ix_(np.arange(len(self.phased)), places, places)
         tables = {name: getattr(self, name)[at] for name in Column._fields}
         return replace(self, places=places, ready_us=self.ready_us[places], **tables)
 
 
 def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Limits, places: Ints) -> BucketTables:
-    """The tables of a problem, on more than one rank, whose buckets may stop at `places`, from 0 to the number of
-    gradients.
+    """Return the tables of a problem, on more than one rank, whose buckets may stop at `places`, from 0 to the number
+    of gradients.
     """
     shape = len(forms), len(places), len(places)
     tables = Column(np.zeros(shape), np.full(shape, np.inf), *np.zeros((4, *shape)))
@@ -128,7 +128,7 @@ def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Limits, place
 
 
 def grid(count: int, most: int, schedules: Sequence[Sequence[int]]) -> Ints:
-    """Places where buckets may stop: evenly spaced where gradients are many, and those of known schedules."""
+    """Return places where buckets may stop: evenly spaced where gradients are many, and those of known schedules."""
     stride = -(-count // most)
     even = np.arange(0, count + 1, stride, dtype=np.int64)
     known = [np.asarray(stops, dtype=np.int64) for stops in schedules if stride > 1]
@@ -136,7 +136,7 @@ def grid(count: int, most: int, schedules: Sequence[Sequence[int]]) -> Ints:
 
 
 def cheapest_to_end_us(best_us: Floats) -> Floats:
-    """The least that buckets from each place on can cost, given the least of each bucket. Shapes (places, places)."""
+    """Return the least cost of buckets from each place on, given the least of each. Shape (places, places)."""
     rest_us = np.zeros(len(best_us))
     for start in range(len(best_us) - 2, -1, -1):
         rest_us[start] = (best_us[start, start + 1 :] + rest_us[start + 1 :]).min()

@@ -1,4 +1,4 @@
-"""What users could have instead of a plan: WFBP, one message, MG-WFBP, and DDP's buckets; and buckets by chance.
+"""Baselines, which users could have instead of a plan: WFBP, one message, MG-WFBP, DDP's buckets; random buckets.
 
 MG-WFBP (Shi, Chu, Li, INFOCOM 2019, Algorithm 1) walks from the last layer L down to 2 and merges layer l into layer
 l−1 when the gradient of layer l−1 is ready before the communication of layer l has passed its start-up:
@@ -18,8 +18,7 @@ from itertools import pairwise
 
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
-from planner.strategies.arguments import positive_number, refuse_argument, whole_number
-from runtime.errors import InputError
+from planner.strategies.strategy import number, strategy, whole, word
 
 MIB = 1024 * 1024
 FIRST_BUCKET_BYTES = 1 * MIB
@@ -29,23 +28,22 @@ MAX_MIB = 2.0**33
 MAX_SEED = 999_999
 
 
-def wfbp(problem: Problem, argument: str | None = None) -> Schedule:
-    """One bucket per gradient, or per layer with the argument `layer`."""
-    if argument is None:
-        return Schedule.from_boundaries(range(1, problem.count + 1))
-    if argument != "layer":
-        raise InputError(f"found the strategy wfbp:{argument}, expected wfbp or wfbp:layer")
-    return Schedule.from_boundaries(stop for _, stop in problem.layer_runs)
+@strategy(word(["layer"], "wfbp or wfbp:layer"))
+def wfbp(problem: Problem, unit: str = "") -> Schedule:
+    """Return one bucket per gradient, or per layer with the argument `layer`."""
+    stops = [stop for _, stop in problem.layer_runs] if unit else range(1, problem.count + 1)
+    return Schedule.from_boundaries(stops)
 
 
-def single(problem: Problem, argument: str | None = None) -> Schedule:
-    refuse_argument("single", argument)
+@strategy()
+def single(problem: Problem) -> Schedule:
+    """Return one bucket."""
     return Schedule.from_boundaries([problem.count])
 
 
-def mg_wfbp(problem: Problem, argument: str | None = None) -> Schedule:
-    """Algorithm 1 on layers, in order of readiness; its a is the start-up time of the all-reduce."""
-    refuse_argument("mg_wfbp", argument)
+@strategy()
+def mg_wfbp(problem: Problem) -> Schedule:
+    """Return the buckets of Algorithm 1 on layers, in order of readiness; its a is the all-reduce's start-up time."""
     runs, ready_us = problem.layer_runs, problem.ready_us.tolist()
     start_up_us = problem.cost.all_reduce.start_up_us
     stops: list[int] = []
@@ -59,19 +57,19 @@ def mg_wfbp(problem: Problem, argument: str | None = None) -> Schedule:
     return Schedule.from_boundaries([*stops, problem.count])
 
 
-def ddp(problem: Problem, argument: str | None = None) -> Schedule:
-    """DDP's default buckets, or those of `bucket_cap_mb` = argument."""
-    cap_mib = None if argument is None else positive_number("ddp", argument, "MiB", at_most=MAX_MIB)
+@strategy(number("SIZE_MIB", "MiB", at_most=MAX_MIB))
+def ddp(problem: Problem, cap_mib: float | None = None) -> Schedule:
+    """Return DDP's default buckets, or those of a `bucket_cap_mb`."""
     members = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), cap_mib)
     return Schedule(buckets=tuple(Bucket(tuple(bucket)) for bucket in members))
 
 
-def by_chance(problem: Problem, argument: str | None = None) -> Schedule:
-    """Runs of gradients drawn by chance, the same for the same seed: what predictions are tried on that nobody chose.
+@strategy(whole("SEED", "seed", at_most=MAX_SEED), name="random")
+def by_chance(problem: Problem, seed: int = 1) -> Schedule:
+    """Return random runs of gradients, the same for the same seed, on which predictions are tested.
 
-    As likely few buckets as many: their number is drawn by its logarithm.
+    Few buckets are as likely as many: the logarithm of their number is drawn.
     """
-    seed = 1 if argument is None else whole_number("random", argument, "seed", at_most=MAX_SEED)
     draw = random.Random(seed)
     buckets = min(problem.count, int(problem.count ** draw.random()) + 1)
     return Schedule.from_boundaries([*sorted(draw.sample(range(1, problem.count), buckets - 1)), problem.count])
@@ -84,7 +82,7 @@ CAPS_MIB = (0.25, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 1024.0)
 def ddp_buckets(
     sizes_bytes: Sequence[int], dtypes: Sequence[int], cap_mib: float | Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Indices of the gradients in each bucket; sizes are in readiness order, and dtypes are equal for equal numbers.
+    """Return indices of the gradients in each bucket; sizes are in readiness order, equal dtypes have equal numbers.
 
     `cap_mib` is DDP's `bucket_cap_mb`, or its `bucket_cap_mb_list`, of which each dtype takes one after the other and
     keeps the last; None: its defaults.

@@ -1,6 +1,7 @@
-"""Both halves of the all-reduce apart, the second beside the next forward, cut by size alone, as DeAR and Megatron do.
+"""All-reduces split into their halves, the second during the next forward, in buckets of one size, as DeAR and
+Megatron do.
 
-Of both every bucket is reduce-scattered and gathered whole: groups of gathers are buckets. They are predicted as this
+Every bucket is reduce-scattered and gathered whole: groups of gathers are buckets. They are predicted as this
 runtime would train with such buckets, owners updating their parts; DeAR itself gathers gradients, and every rank
 updates all weights.
 """
@@ -10,43 +11,42 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from planner.ir import TIE, Bucket, Schedule
-from planner.model.modes import step_us
+from planner.ir import Bucket, Schedule
+from planner.model.modes import best_of
 from planner.model.modes.late_gather import LateGather
 from planner.model.problem import Problem
-from planner.strategies.arguments import positive_number
 from planner.strategies.baselines import MAX_MIB, ddp_buckets
+from planner.strategies.strategy import number, strategy
 
 THRESHOLDS_MIB = tuple(2.0 ** (power / 2.0) for power in range(-6, 25))
 """1/8 MiB to 4 GiB, two for each doubling."""
 MEGATRON_ELEMENTS, MEGATRON_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
-"""A bucket has so many elements at the least, or so many for each rank (Megatron-LM's `DistributedDataParallel`)."""
+"""Least number of elements of a bucket, in all or for each rank (Megatron-LM's `DistributedDataParallel`)."""
 
 
-def dear(problem: Problem, argument: str | None = None) -> Schedule:
-    """Tensor fusion with one threshold (DeAR, Zhang et al., INFOCOM 2023): `dear:MIB`, by default the best of a sweep,
-    which DeAR looks for by trial.
+@strategy(number("MIB", "MiB", at_most=MAX_MIB))
+def dear(problem: Problem, threshold_mib: float | None = None) -> Schedule:
+    """Return tensor fusion with one threshold (DeAR, Zhang et al., ICDCS 2023), by default the best of a sweep, which
+    DeAR looks for by trial.
     """
-    if argument is not None:
-        return _cut(problem, positive_number("dear", argument, "MiB", at_most=MAX_MIB))
-    tried = dict.fromkeys(_cut(problem, threshold) for threshold in THRESHOLDS_MIB)
-    times_us = {schedule: step_us(problem, schedule) for schedule in tried}
-    limit_us = min(times_us.values()) * (1.0 + TIE)
-    return min((one for one in tried if times_us[one] <= limit_us), key=lambda one: len(one.buckets))
+    if threshold_mib is not None:
+        return _cut(problem, threshold_mib)
+    return best_of(problem, [_cut(problem, threshold) for threshold in THRESHOLDS_MIB])
 
 
-def megatron(problem: Problem, argument: str | None = None) -> Schedule:
-    """Buckets of one size, all gathers in the order of forward (`--overlap-param-gather`): `megatron:MIB`, by default
-    as many elements as Megatron-LM takes.
+@strategy(number("MIB", "MiB", at_most=MAX_MIB))
+def megatron(problem: Problem, size_mib: float | None = None) -> Schedule:
+    """Return buckets of one size, all gathers in the order of forward (`--overlap-param-gather`), by default with as
+    many elements as Megatron-LM takes.
     """
-    if argument is not None:
-        return _cut(problem, positive_number("megatron", argument, "MiB", at_most=MAX_MIB))
+    if size_mib is not None:
+        return _cut(problem, size_mib)
     least = max(MEGATRON_ELEMENTS, MEGATRON_ELEMENTS_PER_RANK * problem.ranks)
     return _late(_filled(problem.numel.tolist(), least))
 
 
 def _cut(problem: Problem, threshold_mib: float) -> Schedule:
-    """Buckets that close with the gradient that reaches the threshold, whatever the dtypes."""
+    """Return buckets that close with the gradient that reaches the threshold, whatever the dtypes."""
     return _late(ddp_buckets(problem.size_bytes.tolist(), [0] * problem.count, threshold_mib))
 
 

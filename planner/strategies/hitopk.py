@@ -21,11 +21,10 @@ from planner.model.compression import shard_elements
 from planner.model.problem import Problem
 from planner.search.local_search import Stops, moved, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased
-from planner.strategies.arguments import density
 from planner.strategies.baselines import mg_wfbp, single, wfbp
+from planner.strategies.strategy import share, strategy
 from runtime.plan.transports import HITOPK
 
-DEFAULT_DENSITY = 0.01
 GUESSES = (1, 16)
 """Numbers of buckets that are tried where each bucket's selection has a start-up."""
 CLIMBS = 4
@@ -36,19 +35,19 @@ WORK = 4_000
 Floats = NDArray[np.float64]
 
 
-def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
-    """Merged schedule of which a share of each shard travels: `hitopk:D`, by default 0.01.
+@strategy(share(), accuracy="bounded")
+def hitopk(problem: Problem, density: float = 0.01) -> Schedule:
+    """Return merged buckets, of which each rank sends a share of its shard's elements, by default 0.01.
 
     Raises:
-        InputError: the cluster has no cost for one of its two kinds of link.
+        InputError: the cluster has no cost of intra-node or inter-node links.
     """
-    share = DEFAULT_DENSITY if argument is None else density(HITOPK.algorithm, argument)
     phases = problem.sparse_phases(HITOPK)
     if not phases or not problem.numel.any():
         return Schedule.from_boundaries([problem.count])
     usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
     found = [schedule.stops for schedule in usual]
-    arrays = _arrays(problem, phases, share)
+    arrays = _arrays(problem, phases, density)
     # Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none.
     starts_up = problem.selection_cost(HITOPK).alpha_us.any()
     for buckets in GUESSES if starts_up else (1,):
@@ -58,26 +57,26 @@ def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
         subsampled = [thin for stops in found for thin in _subsample(stops)]
         best = sorted(dict.fromkeys(subsampled), key=lambda stops: (arrays.end_us(stops), len(stops)))
         found = [moved(stops, lambda choice: arrays.end_us(stops_of(choice)), WORK) for stops in best[:CLIMBS]]
-    return _schedule(problem, min(found, key=lambda stops: (arrays.end_us(stops), len(stops))), share)
+    return _schedule(problem, min(found, key=lambda stops: (arrays.end_us(stops), len(stops))), density)
 
 
 def _subsample(stops: Stops) -> Iterator[Stops]:
-    """All boundaries, every second one, every fourth …, the last always: where messages hide, fewer are better."""
+    """Yield all boundaries, every second one, every fourth …, the last always: fewer are better for hidden messages."""
     stride = 1
     while stride < 2 * len(stops):
         yield stops[::-1][::stride][::-1]
         stride *= 2
 
 
-def _schedule(problem: Problem, stops: Stops, share: float) -> Schedule:
-    """The buckets that end there. One without elements has nothing to select from and stays dense."""
+def _schedule(problem: Problem, stops: Stops, density: float) -> Schedule:
+    """Return the buckets that end there. One without elements has nothing to select from and stays dense."""
     buckets = []
     for start, stop in pairwise((0, *stops)):
         members, numel = tuple(range(start, stop)), int(problem.numel[start:stop].sum())
         if numel == 0:
             buckets.append(Bucket(members))
             continue
-        k = selected_elements(share, shard_elements(problem, numel))
+        k = selected_elements(density, shard_elements(problem, numel))
         buckets.append(Bucket(members, HITOPK, TopK(k)))
     return Schedule(buckets=tuple(buckets))
 
@@ -91,28 +90,28 @@ class _Delayed(PhasedProblem):
     start_up_us: float = 0.0
 
     def guessed(self, buckets: int) -> PhasedProblem:
-        """The problem with the start-ups of so many buckets spread evenly over backward."""
+        """Return the problem with the start-ups of a number of buckets spread evenly over backward."""
         count = len(self.ready_us)
         before = np.minimum(np.arange(1, count + 1) * (buckets / count), buckets)
         ready_us = self.ready_us + self.start_up_us * before
         return PhasedProblem(ready_us, self.links, self.cost_us, self.non_decreasing)
 
     def end_us(self, stops: Stops) -> float:
-        """When the last phase ends, start-ups counted where they fall."""
+        """Return when the last phase ends, with start-ups where they fall."""
         ready_us = self.ready_us.copy()
         ready_us[np.array(stops) - 1] += self.start_up_us * np.arange(1, len(stops) + 1)
         return PhasedProblem(ready_us, self.links, self.cost_us).end_us(stops)
 
 
-def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], share: float) -> _Delayed:
+def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], density: float) -> _Delayed:
     size_bytes = np.cumsum(problem.size_bytes)
-    alpha_us, beta_us_per_byte = problem.selection_cost(HITOPK).line(share)
+    alpha_us, beta_us_per_byte = problem.selection_cost(HITOPK).line(density)
     numel = np.concatenate([[0], np.cumsum(problem.numel)])
     dense = np.concatenate([[0], size_bytes])
 
     def cost_us(phase: SparsePhase, starts: slice | int, stops: slice | int) -> Floats:
         shard = np.ceil((numel[stops] - numel[starts]) / problem.cost.cluster.ranks_per_node)
-        selected = np.minimum(shard, np.maximum(1.0, np.floor(share * shard)))
+        selected = np.minimum(shard, np.maximum(1.0, np.floor(density * shard)))
         return phase.curve(phase.message_bytes(selected, dense[stops] - dense[starts]))
 
     return _Delayed(

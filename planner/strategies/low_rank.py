@@ -10,23 +10,15 @@ from planner.model.codecs import LowRank
 from planner.model.codecs.factors import FACTORED
 from planner.model.problem import Problem
 from planner.search.merge import MergeProblem, merge_exact
-from planner.strategies.arguments import whole_number
+from planner.strategies.strategy import check_dtypes, strategy, whole
 from runtime.errors import InputError
 from runtime.plan.document import LARGEST_RANK
 
-USUAL = 4
 
-
-def low_rank(problem: Problem, argument: str | None = None) -> Schedule:
-    """Every bucket's matrices as products of one rank, merged as suits its messages: `lowrank:RANK`, by default 4."""
-    rank = USUAL if argument is None else whole_number("lowrank", argument, "rows of a factor", at_most=LARGEST_RANK)
-    gradients = problem.profile.compute.gradients
-    odd = next((one for one in gradients if one.dtype != FACTORED), None)
-    if odd is not None:
-        raise InputError(
-            f"the strategy lowrank: found the gradient {odd.name} in {odd.dtype}, expected {FACTORED}: choose another "
-            f"strategy"
-        )
+@strategy(whole("RANK", "rows of a factor", at_most=LARGEST_RANK), accuracy="bounded", name="lowrank")
+def low_rank(problem: Problem, rank: int = 4) -> Schedule:
+    """Return every bucket's matrices as products of one rank, by default 4, merged for the cost of its messages."""
+    check_dtypes(problem, "lowrank", [FACTORED])
     if problem.ranks == 1:
         return Schedule.from_boundaries([problem.count])
     thin, cost = problem.thin(rank), problem.low_rank_cost(rank)

@@ -10,19 +10,19 @@ from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.merge_phased import PhasedProblem, merge_phased
-from planner.strategies.arguments import refuse_argument
 from planner.strategies.baselines import mg_wfbp, single, wfbp
+from planner.strategies.strategy import strategy
 from runtime.plan.transports import TORUS_2D, TREE
 
 
+@strategy()
 @lru_cache(maxsize=4)  # a pass asks twice, for its start and for what it must not be worse than
-def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
-    """Every bucket reduce-scattered inside the node, all-reduced between nodes, all-gathered inside the node.
+def torus_2d(problem: Problem) -> Schedule:
+    """Return buckets that are each reduce-scattered inside nodes, all-reduced between them, all-gathered inside.
 
     Raises:
-        InputError: the cluster has no cost for one of its two kinds of link.
+        InputError: the cluster has no cost of intra-node or inter-node links.
     """
-    refuse_argument(TORUS_2D.algorithm, argument)
     arrays = phased_problem(problem)
     if arrays is None:
         return Schedule.from_boundaries([problem.count], TORUS_2D)
@@ -31,7 +31,7 @@ def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
 
 
 def phased_problem(problem: Problem) -> PhasedProblem | None:
-    """The arrays that the merge works on; None for a single rank, which sends nothing."""
+    """Return the arrays that the merge works on; None for a single rank, which sends nothing."""
     phases = problem.phases(TORUS_2D)
     if not phases:
         return None
@@ -43,13 +43,13 @@ def phased_problem(problem: Problem) -> PhasedProblem | None:
     )
 
 
-def tree(problem: Problem, argument: str | None = None) -> Schedule:
-    """Every bucket up and down two trees through all ranks.
+@strategy()
+def tree(problem: Problem) -> Schedule:
+    """Return buckets that are each sent up and down two trees through all ranks.
 
     Raises:
-        InputError: the cluster has no cost for one of its kinds of link.
+        InputError: the cluster has no cost of intra-node or inter-node links.
     """
-    refuse_argument(TREE.algorithm, argument)
     phases = problem.phases(TREE)
     if not phases:
         return Schedule.from_boundaries([problem.count], TREE)

@@ -1,4 +1,4 @@
-"""All elements in fewer bytes, as users have it from DDP's hooks for bfloat16 and float16; 8 bits beside them."""
+"""Quantized buckets: bfloat16 and float16, as DDP's hooks have them, and 8 bits."""
 
 from __future__ import annotations
 
@@ -11,28 +11,21 @@ from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
 from planner.model.problem import Problem
 from planner.search.merge import MergeProblem, merge_exact
-from runtime.errors import InputError
+from planner.strategies.strategy import check_dtypes, strategy, word
 from runtime.plan.transports import NATIVE, TWO_SHOT
 
 USUAL = "bfloat16"
+KNOWN = (*DTYPES, NATIVE.algorithm)
 
 
-def wire(problem: Problem, argument: str | None = None) -> Schedule:
-    """Every bucket in one dtype, merged as suits its messages: `wire:DTYPE`, by default bfloat16; `wire:native` has the
-    backend add up in bfloat16, as DDP's hook does.
+@strategy(word(KNOWN, f"one of {', '.join(KNOWN)}, such as wire:int8"), accuracy="bounded")
+def wire(problem: Problem, dtype: str = USUAL) -> Schedule:
+    """Return every bucket in one dtype, by default bfloat16, merged for the cost of its messages; with `native` the
+    backend adds up in bfloat16, as DDP's hook does.
     """
-    native = argument == NATIVE.algorithm
-    transport = NATIVE if native else TWO_SHOT
-    dtype = USUAL if native or argument is None else argument
-    if dtype not in DTYPES:
-        known = ", ".join((*DTYPES, NATIVE.algorithm))
-        raise InputError(f"found the strategy wire:{argument}, expected one of {known}, such as wire:int8")
-    odd = next((one for one in problem.profile.compute.gradients if one.dtype not in NARROWED), None)
-    if odd is not None:
-        raise InputError(
-            f"the strategy wire:{dtype}: found the gradient {odd.name} in {odd.dtype}, expected "
-            f"{', '.join(sorted(NARROWED))}: choose another strategy"
-        )
+    native = dtype == NATIVE.algorithm
+    transport, dtype = (NATIVE, USUAL) if native else (TWO_SHOT, dtype)
+    check_dtypes(problem, f"wire:{dtype}", NARROWED)
     if problem.ranks == 1:
         return Schedule.from_boundaries([problem.count])
     [phase] = problem.wire_cost(dtype, transport).phases

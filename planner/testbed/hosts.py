@@ -1,16 +1,16 @@
-"""What is emulated, from text such as `4x1@1gbit`, and where local ranks run: here, or on emulated hosts. Torch-free.
+"""Emulated clusters, from text such as `4x1@1gbit`, and the places of local ranks, here or on their hosts. Torch-free.
 
-The ranks of an emulated host find it in their environment, and with them everything that measures: what was measured on
-an emulated cluster says so.
+The ranks of an emulated host find it in their environment, so that measurements on an emulated cluster are marked.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from planner.documents.profile import Emulated
 from planner.testbed.namespaces import Namespace, NoNamespaces
@@ -20,10 +20,10 @@ from runtime.errors import InputError
 MAX_RANKS = 256
 """More processes than any one machine trains with."""
 SLOWEST_BITS_PER_S, FASTEST_BITS_PER_S = 100e3, 100e9
-"""Less takes minutes for a message; more is no limit to what one machine can move."""
+"""Bounds of a rate: at a lower one a message takes minutes; a higher one is no limit for one machine."""
 
 VARIABLE = "PLANNER_EMULATED"
-"""Tells a process on an emulated host which cluster that is of, by `Emulation.spec`."""
+"""Environment variable with the `Emulation.spec` of the cluster of an emulated host."""
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SPEC = re.compile(
@@ -34,13 +34,13 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Hosts, ranks on each, and what each host can send."""
+    """An emulated cluster: hosts, ranks on each, and the rate at which each host can send."""
 
     hosts: int
     ranks_per_host: int
     bits_per_s: float
     spec: str
-    """As it was written."""
+    """The text that describes it."""
     kind: Emulated = "namespaces"
     """Real traffic through shaped links between network namespaces."""
 
@@ -49,7 +49,7 @@ class Emulation:
         return self.hosts * self.ranks_per_host
 
     def __str__(self) -> str:
-        """In words, for people who read results."""
+        """Describe it in results."""
         return describe(self.spec)
 
 
@@ -61,7 +61,8 @@ def describe(spec: str | None) -> str:
 def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
     """Return, for `4x1@1gbit`, 4 hosts of one rank, each with 1 Gbit/s.
 
-    Raises InputError: anything else, or more than one machine can stand; `option` names the place.
+    Raises:
+        InputError: the text is another one, or more than one machine can carry; `option` names the place.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None:
@@ -92,7 +93,7 @@ def emulation_here() -> Emulation | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one rank is; goes to the rank's process, which enters it before it forms the process group."""
+    """The place of one rank; its process gets it, and enters it before it forms the process group."""
 
     host: int = 0
     local_rank: int
@@ -101,7 +102,7 @@ class Place:
     namespace: Namespace | None = None
 
     def enter(self) -> None:
-        """Move this process to its host, and write into its environment what programs there look for."""
+        """Move this process to its host, and set the environment variables that programs there read."""
         names = {"LOCAL_RANK": self.local_rank, "GROUP_RANK": self.host, "LOCAL_WORLD_SIZE": self.local_ranks}
         os.environ.update({name: str(value) for name, value in names.items()})
         if self.emulation is not None:
@@ -112,71 +113,52 @@ class Place:
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-@dataclass(frozen=True)
-class EmulatedHosts:
-    """Hosts of a few ranks each, in network namespaces behind a switch in one of its own."""
+@contextmanager
+def emulated_hosts(emulation: Emulation) -> Iterator[Callable[[int], Place]]:
+    """Wire the hosts of an emulated cluster for as long as the block runs; they vanish with their last process.
 
-    emulation: Emulation
-    switch: Namespace
-    namespaces: tuple[Namespace, ...]
+    Yields:
+        A function that returns the place of each rank; the ranks of a host follow one another.
 
-    @classmethod
-    def make(cls, emulation: Emulation) -> EmulatedHosts:
-        """Wire and shape new namespaces. Raises NoNamespaces or EnvironmentFailure, and leaves nothing then."""
-        made: list[Namespace] = []
-        try:
-            for _ in range(emulation.hosts + 1):
-                made.append(Namespace.make())
-            wire(made[0], made[1:], emulation.bits_per_s)
-        except BaseException:
-            for namespace in made:
-                namespace.close()
-            raise
-        return cls(emulation, made[0], tuple(made[1:]))
+    Raises:
+        NoNamespaces: this machine cannot emulate a cluster.
+        EnvironmentFailure: a host did not come up within the deadline.
+    """
+    with ExitStack() as stack:
+        with _naming_option():
+            # A switch in a namespace of its own, and the hosts.
+            switch, *hosts = [stack.enter_context(closing(Namespace.make())) for _ in range(emulation.hosts + 1)]
+            wire(switch, hosts, emulation.bits_per_s)
+        yield partial(place_on, emulation, hosts)
 
-    def place(self, rank: int) -> Place:
-        """Return where a rank runs; the ranks of a host follow one another."""
-        ranks = self.emulation.ranks_per_host
-        host, local_rank = divmod(rank, ranks)
-        return Place(
-            host=host,
-            local_rank=local_rank,
-            local_ranks=ranks,
-            emulation=self.emulation,
-            namespace=self.namespaces[host],
-        )
 
-    def close(self) -> None:
-        """Let go of the namespaces, which vanish with their last process."""
-        for namespace in (self.switch, *self.namespaces):
-            namespace.close()
+def place_on(emulation: Emulation, hosts: Sequence[Namespace], rank: int) -> Place:
+    """Return the place of a rank on emulated hosts."""
+    ranks = emulation.ranks_per_host
+    host, local_rank = divmod(rank, ranks)
+    return Place(host=host, local_rank=local_rank, local_ranks=ranks, emulation=emulation, namespace=hosts[host])
 
 
 @contextmanager
-def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
-    """Make the hosts of an emulated cluster for as long as the block runs. Raises as `EmulatedHosts.make` does."""
+def _naming_option() -> Iterator[None]:
     try:
-        hosts = EmulatedHosts.make(emulation)
+        yield
     except NoNamespaces as error:
         raise NoNamespaces(f"--emulate: {error}") from error
-    with closing(hosts):
-        yield hosts
 
 
 def check_namespaces() -> None:
-    """Raise NoNamespaces, with the cure, where this machine cannot emulate a cluster by them; takes a moment."""
-    try:
+    """Raise NoNamespaces, with a hint, if this machine cannot emulate a cluster by them; takes a moment."""
+    with _naming_option():
         check_tools()
         Namespace.make().close()
-    except NoNamespaces as error:
-        raise NoNamespaces(f"--emulate: {error}") from error
 
 
 @contextmanager
 def places_for(ranks: int, emulation: Emulation | None) -> Iterator[Callable[[int], Place]]:
-    """Yield what gives the place of each of so many local ranks."""
+    """Yield a function that returns the place of each of `ranks` local ranks."""
     if emulation is None:
         yield lambda rank: Place(local_rank=rank, local_ranks=ranks)
         return
-    with emulated_hosts(emulation) as hosts:
-        yield hosts.place
+    with emulated_hosts(emulation) as place:
+        yield place

@@ -23,7 +23,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class NoNamespaces(EnvironmentFailure):
-    """Network namespaces cannot be had here; says what is missing."""
+    """Network namespaces are not available here; the message says what is missing."""
 
 
 class Namespace:
@@ -42,7 +42,7 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """Names the namespace to commands that are given the descriptor."""
+        """Return the name of the namespace for commands that inherit the descriptor."""
         return f"/proc/self/fd/{self.descriptor}"
 
     def enter(self) -> None:
@@ -51,7 +51,7 @@ class Namespace:
             raise EnvironmentFailure(f"an emulated host cannot be entered: {os.strerror(ctypes.get_errno())}")
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function inside: sockets that it makes, and processes that it starts, stay inside."""
+        """Call a function inside; sockets that it makes and processes that it starts stay inside."""
 
         def inside() -> T:
             self.enter()
@@ -60,6 +60,7 @@ class Namespace:
         return _in_thread(inside)
 
     def close(self) -> None:
+        """Close the descriptor."""
         with suppress(OSError):
             os.close(self.descriptor)
 

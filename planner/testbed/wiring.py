@@ -17,20 +17,20 @@ from runtime.errors import EnvironmentFailure
 INTERFACE = "eth0"
 """Every host's interface."""
 COMMAND_DEADLINE_S = 15.0
-"""For one call of `ip` or `tc`; they take milliseconds."""
+"""Deadline of one call of `ip` or `tc`, which takes milliseconds."""
 HOST_DEADLINE_S = 10.0
-"""For a host to reach the switch."""
+"""Deadline for a host to reach the switch."""
 
 MTU_BYTES = 9000
 """Jumbo frames: headers take 0.7 % of the rate instead of 4.4 %, and the cores have fewer packets to move."""
 _FRAME_BYTES = MTU_BYTES + 100
 _BURST_S = 2e-3
-"""Bucket: how much of what a busy machine failed to send in time may be made up for."""
+"""Size of the bucket, in seconds: traffic that a busy machine failed to send in time and may make up for."""
 _PEAK = 1.1
-"""How much faster than the rate the bucket empties, so that messages of some KiB see the rate too."""
+"""Ratio of the rate at which the bucket empties to the rate, so that messages of some KiB see the rate too."""
 _PEAK_BURST_S = 1e-4
 _LEAST_QUEUE_BYTES, _QUEUE_S = 2**22, 0.2
-"""Queue before the bucket: TCP holds back by itself long before that, so nothing is dropped."""
+"""Size of the queue before the bucket: TCP slows down long before that, so nothing is dropped."""
 
 SWITCH_ADDRESS = "10.77.255.254"
 _PREFIX = 16
@@ -112,7 +112,7 @@ def _batch(place: Namespace, tool: str, lines: Sequence[str], what: str, named: 
 
 
 def _await_hosts(switch: Namespace, hosts: Sequence[Namespace]) -> None:
-    """Every host opens a connection to the switch, and the switch sees the host's address."""
+    """Block until every host has connected to the switch, which sees the host's address."""
     with switch.call(lambda: socket.create_server((SWITCH_ADDRESS, 0), backlog=len(hosts))) as server:
         server.settimeout(HOST_DEADLINE_S)
         port = server.getsockname()[1]

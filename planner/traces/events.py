@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +62,8 @@ class Step:
     """End of forward."""
     ready_us: Floats
     """When each gradient was ready. Shape (gradients,)."""
-    numel: tuple[int, ...] | None
-    """Elements of each gradient; None where the trace does not tell."""
+    shapes: tuple[tuple[int, ...], ...] | None
+    """Shape of each gradient, of one dimension where only its size is known; None where the trace does not tell."""
     dtypes: tuple[str, ...]
     buckets: tuple[Message, ...]
     """Messages that hold gradients, in launch order."""
@@ -82,10 +83,24 @@ class Step:
     """How long the script waited for its data loader."""
     micro_batches: int = 1
     """Backwards of one optimizer step, of which the last one synchronizes."""
+    modules: tuple[str, ...] | None = None
+    """FSDP2's group of each gradient, by its module's path; None of a run without such groups."""
+    forwards_us: Mapping[str, float] = field(default_factory=dict)
+    """Time of kernels in the forward of each of FSDP2's groups, in order of forward."""
     copied_us: tuple[float, ...] | None = None
     """What DDP's copy of each gradient out of its bucket takes on the host; None where these are not recorded."""
     overhead: tuple[Floats, Floats] | None = None
     """On hosts, moments, and how many operations the profiler has recorded before each of them."""
+
+    @property
+    def numel(self) -> tuple[int, ...] | None:
+        """Elements of each gradient."""
+        return None if self.shapes is None else tuple(map(prod, self.shapes))
+
+    @property
+    def backward_us(self) -> float:
+        """From the end of forward to the last gradient."""
+        return self.last_gradient_us - self.forward_us
 
     @property
     def last_gradient_us(self) -> float:
@@ -160,6 +175,10 @@ class Run:
     paths: tuple[str, ...]
     rank: int
     world: int
+    host: str | None = None
+    """Name of its machine."""
+    begun_s: float | None = None
+    """Time of its first step on the clock of its machine, in seconds."""
     nodes: int | None = None
     backend: str | None = None
     device: str

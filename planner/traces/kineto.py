@@ -19,11 +19,11 @@ from runtime.errors import InputError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-KERNEL, MESSAGE, COPY = range(3)
-"""What occupies an accelerator: a kernel, a kernel of a communication library, a copy or a memset."""
-GRADIENT, BUCKET_COPY, BACKWARD, FORWARD, CALL, LOADING = range(6)
-"""What a host operation is: AccumulateGrad, DDP's copies from buckets to gradients, an operation of autograd's engine,
-one that autograd records, a call of a collective, a wait for the data loader."""
+KERNEL, MESSAGE = range(2)
+"""Uses of an accelerator: a kernel, copy or memset; a kernel of a communication library."""
+GRADIENT, BUCKET_COPY, BACKWARD, FORWARD, CALL, SENT, LOADING = range(7)
+"""Kinds of host operations: AccumulateGrad, DDP's copies from buckets to gradients, operations of autograd's engine,
+those that autograd records, calls of a collective, messages of backends without kernels, waits for the data loader."""
 
 _CATEGORIES = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Names of older versions."""
@@ -34,30 +34,32 @@ _OPERATIONS = {
     "record_param_comms": CALL,
 }  # fmt: skip
 _FAMILIES = {"autograd::engine::evaluate_function": BACKWARD, "c10d::": CALL, "enumerate(DataLoader)": LOADING}
-"""Names of operations, and what others begin with."""
+"""Names of operations, and beginnings of others."""
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})", re.ASCII)
 _HOST_MESSAGE = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
+_SAID = ("Optimizer.step#", "DistributedDataParallel.forward", "FSDP::p")
+"""Beginnings of annotations that are read."""
 _MAX_US = 1e15
 """31 years: longer is an error of the file."""
 _NANOSECONDS = 1e17
 """Start times above are in nanoseconds: in microseconds they would lie in the year 5138."""
 
-ELEMENT_BYTES = {
-    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float16": 2, "long": 8, "int": 4,
-    "long int": 8, "byte": 1, "char": 1, "unsigned char": 1, "signed char": 1, "bool": 1, "short": 2, "int64": 8,
-    "int32": 4, "uint8": 1, "int8": 1, "c10::half": 2, "c10::bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+_DTYPES = {
+    "float": "float32", "double": "float64", "half": "float16", "long": "int64", "long int": "int64", "int": "int32",
+    "short": "int16", "byte": "uint8", "unsigned char": "uint8", "char": "int8", "signed char": "int8",
 }  # fmt: skip
-"""Bytes of an element, by the names that traces have for dtypes, in small letters."""
-DTYPES = {
-    "float": "float32", "double": "float64", "half": "float16", "c10::half": "float16", "c10::bfloat16": "bfloat16",
-    "float32": "float32", "float64": "float64", "float16": "float16", "bfloat16": "bfloat16",
-}  # fmt: skip
-"""Those of gradients, as torch names them."""
+"""Names of dtypes in traces, in small letters → torch's."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of an element, which torch's name of its dtype tells."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(1, int(bits[0]) // 8)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What a trace records of one collective; sizes are None where it does not."""
+    """One collective as a trace records it; sizes are None where it does not."""
 
     name: str
     """`all_reduce`, `broadcast`, `all_to_all`, …"""
@@ -73,48 +75,52 @@ class Collective:
         if self.numel_in is None or self.dtype is None:
             return None
         numel = max(self.numel_in, self.numel_out or 0) if "gather" in self.name else self.numel_in
-        return numel * ELEMENT_BYTES.get(self.dtype.lower(), 4)
+        return numel * element_bytes(self.dtype)
 
 
 @dataclass
 class Recording:
-    """What one rank's trace holds, as columns that grow; times in microseconds of the trace's clock."""
+    """One rank's trace, as columns that grow; times in microseconds of the trace's clock."""
 
     path: str
     header: dict[str, Any] = field(default_factory=dict)
     device: dict[str, array[Any]] = field(
         default_factory=lambda: _columns(start="d", end="d", kind="b", link="q", name="i", bytes="q", of="i")
     )
-    """Kernels and copies: `link` is the launch's correlation, `of` the collective."""
+    """Kernels and copies: `link` is the launch's correlation, `name` a message's, or a kernel's with its grid, `of` the
+    collective."""
     launches: dict[str, array[Any]] = field(default_factory=lambda: _columns(start="d", thread="q", link="q"))
     host: dict[str, array[Any]] = field(
-        default_factory=lambda: _columns(start="d", end="d", kind="b", thread="q", numel="q", of="i")
+        default_factory=lambda: _columns(start="d", end="d", kind="b", thread="q", shape="i", of="i")
     )
-    """Operations on hosts: `numel` is −1 where no shapes were recorded, `of` is the dtype or the collective."""
+    """Operations on hosts: `shape` is −1 where none was recorded, `of` is the dtype or the collective."""
     works: dict[str, array[Any]] = field(default_factory=lambda: _columns(start="d", end="d", thread="q", inside="q"))
     """Operations that no other one of their thread contains, and how many they contain."""
-    host_messages: dict[str, array[Any]] = field(default_factory=lambda: _columns(start="d", end="d", of="i"))
-    """Messages of backends without kernels, such as gloo."""
     names: dict[Any, int] = field(default_factory=dict)
-    """Names of kernels and operations, dtypes, and collectives, by their number."""
+    """Kernels, dtypes, shapes and collectives, with the number of each."""
     steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     """ProfilerStep → its start and end on the host."""
     annotations: list[tuple[str, float, float, int]] = field(default_factory=list)
     """(name, start, end, thread) of annotations that say what a script does."""
     loading: list[tuple[float, float]] = field(default_factory=list)
     """When the script waited for its data loader."""
-    launching: dict[str, bool] = field(default_factory=dict)
-    """Name of a call → whether it launches something."""
+    hits: dict[tuple[re.Pattern[str], str], bool] = field(default_factory=dict)
+    """(pattern, name) → whether it is in the name."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Name of an operation → what it is."""
-    negative: int = 0
-    """Events whose duration is below zero."""
     unreadable: int = 0
-    """Events whose times are no finite numbers."""
+    """Events without a name, or whose times are no finite numbers, or below zero."""
 
     def number(self, name: Any) -> int:
         """Return the number of a name."""
         return self.names.setdefault(name, len(self.names))
+
+    def has(self, pattern: re.Pattern[str], name: str) -> bool:
+        """Return whether a pattern is in a name; names are few."""
+        key = pattern, name
+        if key not in self.hits:
+            self.hits[key] = pattern.search(name) is not None
+        return self.hits[key]
 
     def known(self) -> list[Any]:
         """Return every name, by its number."""
@@ -172,8 +178,7 @@ def _read(found: Recording, events: Iterable[dict[str, Any]]) -> None:
         if start > _NANOSECONDS:
             start, duration = start / 1e3, duration / 1e3
         if not (0.0 <= duration <= _MAX_US and 0.0 <= start <= _NANOSECONDS and isinstance(name, str)):
-            found.negative += duration < 0.0 or duration > _MAX_US
-            found.unreadable += not (duration < 0.0 or duration > _MAX_US)
+            found.unreadable += 1
             continue
         arguments, thread = event.get("args"), event.get("tid")
         if not isinstance(arguments, dict):
@@ -202,50 +207,33 @@ def _act_of(category: Any) -> _Act | None:
     if small.endswith(("_runtime", "_driver")):
         return _launch
     known: dict[str, _Act] = {
-        "cpu_op": _operation, "user_annotation": _annotation, "kernel": _kernel, "gpu_memcpy": _copy,
-        "gpu_memset": _copy,
+        "cpu_op": _operation, "user_annotation": _annotation, "kernel": _device, "gpu_memcpy": _device,
+        "gpu_memset": _device,
     }  # fmt: skip
     return known.get(small)
 
 
 def _launch(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
     """Note a call that may launch a kernel or a copy."""
-    columns = found.launches
-    launches = found.launching.get(name)
-    if launches is None:
-        launches = found.launching[name] = _LAUNCHES.search(name) is not None
-    if launches:
+    if found.has(_LAUNCHES, name):
+        columns = found.launches
         columns["start"].append(start)
         columns["thread"].append(thread)
         columns["link"].append(_integer(arguments.get("correlation")))
 
 
-def _kernel(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
-    """Note a kernel; those of communication libraries are messages."""
-    if _LIBRARY.search(name) is None:
-        _occupy(found, KERNEL, (name, str(arguments.get("grid", ""))), start, end, arguments, -1)
-    else:
-        what = _collective(arguments)
-        _occupy(found, MESSAGE, name, start, end, arguments, -1 if what is None else found.number(what))
-
-
-def _copy(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
-    """Note a copy or a memset."""
-    _occupy(found, COPY, name, start, end, arguments, -1)
-
-
-def _occupy(
-    found: Recording, kind: int, name: Any, start: float, end: float, arguments: dict[str, Any], of: int
-) -> None:
-    """Note what occupies an accelerator."""
-    columns = found.device
+def _device(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
+    """Note a kernel, copy or memset; kernels of communication libraries are messages."""
+    sends, columns = found.has(_LIBRARY, name), found.device
+    sent = _collective(arguments) if sends else None
+    name_or_grid = name if sends else (name, str(arguments["grid"])) if "grid" in arguments else None
     columns["start"].append(start)
     columns["end"].append(end)
-    columns["kind"].append(kind)
+    columns["kind"].append(MESSAGE if sends else KERNEL)
     columns["link"].append(_integer(arguments.get("correlation")))
-    columns["name"].append(found.number(name))
+    columns["name"].append(-1 if name_or_grid is None else found.number(name_or_grid))
     columns["bytes"].append(_integer(arguments.get("bytes")))
-    columns["of"].append(of)
+    columns["of"].append(-1 if sent is None else found.number(sent))
 
 
 def _operation(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
@@ -253,30 +241,30 @@ def _operation(found: Recording, name: str, start: float, end: float, thread: in
     kind = found.kinds.get(name)
     if kind is None:
         kind = found.kinds[name] = _kind_of(name)
-    numel = of = -1
+    shape = of = -1
     if kind == FORWARD:
         if "Sequence number" not in arguments or arguments.get("Fwd thread id") != 0:
             return
     elif kind in (GRADIENT, BUCKET_COPY):
-        numel, dtype = _numel(arguments.get("Input Dims")), _input_dtype(arguments)
-        of = -1 if dtype is None else found.number(dtype)
+        dims, dtype = _shape(arguments), _input_dtype(arguments)
+        shape, of = (-1 if what is None else found.number(what) for what in (dims, dtype))
     elif kind == CALL:
         collective = _collective(arguments)
-        if collective is None:
-            if name == "record_param_comms":
-                return
+        if collective is None and name != "record_param_comms":
             collective = _by_input(name[6:], arguments)
+        if collective is None:
+            return
         of = found.number(collective)
     elif kind == LOADING:
         found.loading.append((start, end))
         return
-    columns = found.host
-    columns["start"].append(start)
-    columns["end"].append(end)
-    columns["kind"].append(kind)
-    columns["thread"].append(thread)
-    columns["numel"].append(numel)
-    columns["of"].append(of)
+    _note(found, kind, (start, end), thread, shape, of)
+
+
+def _note(found: Recording, kind: int, span: tuple[float, float], thread: int, shape: int, of: int) -> None:
+    """Note an operation of a host."""
+    for column, value in zip(found.host.values(), (*span, kind, thread, shape, of), strict=True):
+        column.append(value)
 
 
 def _kind_of(name: str) -> int:
@@ -289,13 +277,21 @@ def _kind_of(name: str) -> int:
 def _input_dtype(arguments: dict[str, Any]) -> str | None:
     """Return the dtype of the first recorded input."""
     types = arguments.get("Input type")
-    return types[0] if isinstance(types, list) and types and isinstance(types[0], str) else None
+    return _dtype(types[0]) if isinstance(types, list) and types else None
+
+
+def _dtype(name: Any) -> str | None:
+    """Return a dtype as torch names it."""
+    if not isinstance(name, str):
+        return None
+    small = name.lower().removeprefix("c10::")
+    return _DTYPES.get(small, small)
 
 
 def _by_input(name: str, arguments: dict[str, Any]) -> Collective:
     """Return a collective without metadata, as its recorded inputs tell."""
-    numel = _numel(arguments.get("Input Dims"))
-    return Collective(_spelled(name), None if numel < 0 else numel, None, _input_dtype(arguments))
+    shape = _shape(arguments)
+    return Collective(spelled(name), None if shape is None else math.prod(shape), None, _input_dtype(arguments))
 
 
 def _annotation(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
@@ -303,66 +299,56 @@ def _annotation(found: Recording, name: str, start: float, end: float, thread: i
     if (step := _STEP.fullmatch(name)) is not None:
         found.steps[int(step[1])] = (start, end)
     elif (message := _HOST_MESSAGE.match(name)) is not None:
-        found.host_messages["start"].append(start)
-        found.host_messages["end"].append(end)
-        found.host_messages["of"].append(found.number(_by_input(message[1], arguments)))
+        _note(found, SENT, (start, end), thread, -1, found.number(_by_input(message[1], arguments)))
     elif name.startswith("enumerate(DataLoader)"):
         found.loading.append((start, end))
-    elif name.startswith(("Optimizer.step#", "DistributedDataParallel.forward", "FSDP::", "nccl:")):
+    elif name.startswith(_SAID):
         found.annotations.append((name, start, end, thread))
 
 
 def _collective(arguments: dict[str, Any]) -> Collective | None:
-    """Return what the metadata of a kernel or a call says; None where there is none."""
+    """Return the collective that the metadata of a kernel or a call name; None where there is none."""
     name = arguments.get("Collective name")
     if not isinstance(name, str):
         return None
-    numel_in, numel_out = arguments.get("In msg nelems"), arguments.get("Out msg nelems")
-    dtype, ranks, group = arguments.get("dtype"), arguments.get("Group size"), arguments.get("Process Group Name")
-    described = arguments.get("Process Group Description")
-    label = " ".join(str(part) for part in (group, described) if part not in (None, "", "undefined"))
+    group, described = arguments.get("Process Group Name"), arguments.get("Process Group Description")
     return Collective(
-        _spelled(name), _count(numel_in), _count(numel_out), dtype if isinstance(dtype, str) else None, label,
-        _count(ranks),
+        spelled(name), _count(arguments.get("In msg nelems")), _count(arguments.get("Out msg nelems")),
+        _dtype(arguments.get("dtype")),
+        " ".join(str(part) for part in (group, described) if part not in (None, "", "undefined")),
+        _count(arguments.get("Group size")),
     )  # fmt: skip
 
 
-def _spelled(name: str) -> str:
+def spelled(name: str) -> str:
     """Return the collective's name as planner spells it."""
-    plain = name.lower().strip("_").removeprefix("nccl:").replace("_coalesced", "").replace("_base", "")
-    for short, known in (
-        ("allreduce", "all_reduce"), ("reduce_scatter", "reduce_scatter"), ("reducescatter", "reduce_scatter"),
-        ("allgather", "all_gather"), ("all_gather", "all_gather"), ("alltoall", "all_to_all"),
-        ("all_to_all", "all_to_all"), ("broadcast", "broadcast"),
-    ):  # fmt: skip
-        if short in plain:
-            return known
-    return plain
+    plain = name.lower().replace("_", "")
+    known = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "sendrecv")
+    return next((one for one in known if one.replace("_", "") in plain), name.lower().removeprefix("nccl:"))
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def _integer(value: Any) -> int:
     """Return a number of the file, −1 where it is none that arrays hold."""
-    if value is None:
-        return -1
     if isinstance(value, str) and value.isascii() and value.isdecimal():
         value = int(value[:19])
     return value if isinstance(value, int) and -(2**62) < value < 2**62 else -1
 
 
-def _numel(dims: Any) -> int:
-    """Return the elements of a recorded first input, a tensor or a list of tensors; −1 where there is none."""
-    if not isinstance(dims, list) or not dims or not isinstance(dims[0], list):
-        return -1
-    first = dims[0]
+def _shape(arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of the recorded first input; of a list of tensors, their elements in all."""
+    dims = arguments.get("Input Dims")
+    first = dims[0] if isinstance(dims, list) and dims else None
+    if not isinstance(first, list):
+        return None
     if first and all(isinstance(part, list) for part in first):
-        return sum(_product(part) for part in first)
-    return _product(first)
+        return (min(sum(math.prod(_sizes(part)) for part in first), 2**40),)
+    shape = _sizes(first)
+    return shape if math.prod(shape) <= 2**40 else None
 
 
-def _product(shape: list[Any]) -> int:
-    sizes = [size if isinstance(size, int) and 0 <= size < 2**40 else 0 for size in shape]
-    return min(math.prod(sizes), 2**53)
+def _sizes(dims: list[Any]) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) and 0 <= size < 2**40 else 0 for size in dims)

@@ -18,6 +18,7 @@ from planner.traces.of_ranks import read_run
 from planner.traces.stream import is_trace, text_lines
 from planner.traces.to_profile import profile_of
 from runtime.errors import InputError
+from runtime.plan import ModelReference
 
 _COLLECTIVES = {"AllReduce": "all_reduce", "ReduceScatter": "reduce_scatter", "AllGather": "all_gather"}
 _KEYS = {"all_reduce": "all_reduce", LIBRARY_GATHER: "all_gather", LIBRARY_SCATTER: "reduce_scatter"}
@@ -36,7 +37,7 @@ def measured_logs(path: str) -> list[LogFile]:
     files = [path] if not os.path.isdir(path) else sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
     if any(_is_inspector(file) for file in files):
         return _inspected(path, [file for file in files if _is_inspector(file)])
-    profile = profile_of(read_run([path]), name="traced") if is_trace(path) else load_profile(path)
+    profile = profile_of(read_run([path]), ModelReference(name="traced")) if is_trace(path) else load_profile(path)
     return _of_profile(path, profile)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from planner.documents.text import pluralize
 from planner.traces.events import Message, Run, Step
-from planner.traces.kineto import Recording, read_kineto
+from planner.traces.kineto import read_kineto
 from planner.traces.steps import read_steps
 from planner.traces.stream import Progress
 from runtime.errors import InputError
@@ -44,27 +45,17 @@ def read_run(paths: Sequence[str], opened: Callable[[str], Progress | None] = la
 
     Raises InputError: a file is no trace of training steps, or they are not of one run.
     """
-    files = trace_files(paths)
-    runs, begun_s = [], []
-    for file in files:
-        recording = read_kineto(file, opened(file))
-        runs.append(read_steps(recording))
-        begun_s.append(_begun_s(recording, runs[-1]))
-        hosts = recording.header.get("host_name")
-        runs[-1] = replace(runs[-1], nodes=None, notes=(*runs[-1].notes, *([f"host {hosts}"] if hosts else [])))
-    _check_same_run(runs, begun_s)
-    return _with_nodes(runs[0] if len(runs) == 1 else _merged(runs), runs)
+    runs = [read_steps(read_kineto(file, opened(file))) for file in trace_files(paths)]
+    _check_same_run(runs)
+    hosts = {run.host for run in runs} - {None}
+    nodes = len(hosts) if len(runs) == runs[0].world and hosts and len(runs) % len(hosts) == 0 else None
+    return replace(runs[0] if len(runs) == 1 else _merged(runs), nodes=nodes)
 
 
-def _begun_s(recording: Recording, run: Run) -> float | None:
-    base = recording.header.get("baseTimeNanoseconds")
-    return None if not isinstance(base, int) else base / 1e9 + run.steps[0].begin_us / 1e6
-
-
-def _check_same_run(runs: Sequence[Run], begun_s: Sequence[float | None]) -> None:
+def _check_same_run(runs: Sequence[Run]) -> None:
     """Raise InputError at the first file that does not belong to the run of the first one."""
     first, seen = runs[0], {runs[0].rank: runs[0].paths[0]}
-    for run, begun in zip(runs[1:], begun_s[1:], strict=True):
+    for run in runs[1:]:
         where, other = run.paths[0], first.paths[0]
         numbers = [[step.number for step in one.steps] for one in (run, first)]
         if run.world != first.world:
@@ -73,8 +64,10 @@ def _check_same_run(runs: Sequence[Run], begun_s: Sequence[float | None]) -> Non
             problem = f"rank {run.rank} once more, which {seen[run.rank]} is already"
         elif numbers[0] != numbers[1]:
             problem = f"the steps {_range(numbers[0])}, and {_range(numbers[1])} in {other}"
-        elif begun is not None and begun_s[0] is not None and abs(begun - begun_s[0]) > APART_S:
-            problem = f"steps that began {abs(begun - begun_s[0]):.0f} s apart from those of {other}"
+        elif abs((run.begun_s or 0.0) - (first.begun_s or 0.0)) > APART_S and run.begun_s and first.begun_s:
+            problem = f"steps that began {abs(run.begun_s - first.begun_s):.0f} s apart from those of {other}"
+        elif len(run.steps[0].ready_us) != len(first.steps[0].ready_us):
+            problem = f"{len(run.steps[0].ready_us)} gradients, and {len(first.steps[0].ready_us)} in {other}"
         elif [m.size_bytes for m in run.steps[0].buckets] != [m.size_bytes for m in first.steps[0].buckets]:
             problem = f"messages of gradients of other sizes than in {other}"
         else:
@@ -85,13 +78,6 @@ def _check_same_run(runs: Sequence[Run], begun_s: Sequence[float | None]) -> Non
 
 def _range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]} ({len(numbers)})" if numbers else "none"
-
-
-def _with_nodes(run: Run, runs: Sequence[Run]) -> Run:
-    hosts = {note for one in runs for note in one.notes if note.startswith("host ")}
-    notes = tuple(note for note in run.notes if not note.startswith("host "))
-    nodes = len(hosts) if len(runs) == run.world and hosts and run.world % len(hosts) == 0 else None
-    return replace(run, nodes=nodes, notes=notes)
 
 
 def _merged(runs: Sequence[Run]) -> Run:
@@ -108,9 +94,8 @@ def _merged(runs: Sequence[Run]) -> Run:
 
 def _merged_step(steps: Sequence[Step], ranks: Sequence[int]) -> Step:
     keyed = [_by_key(step) for step in steps]
-    waits = [sum(message.duration_us for message in step.buckets) for step in steps]
-    # Its messages wait least: the others wait for it.
-    slowest = int(np.argmin(waits))
+    # The slowest rank's messages wait least: the others wait for it.
+    slowest = int(np.argmin([sum(message.duration_us for message in step.buckets) for step in steps]))
 
     def merge(key: tuple[str, str, int]) -> Message:
         messages = [messages.get(key) for messages in keyed]
@@ -124,23 +109,21 @@ def _merged_step(steps: Sequence[Step], ranks: Sequence[int]) -> Step:
         return replace(mine, least_us=min(durations), last_rank=ranks[int(np.argmin(durations))], arrivals_us=arrivals)
 
     chosen = {id(message): merge(key) for key, message in keyed[slowest].items()}
-    base = steps[slowest]
-    ready = np.max([step.ready_us for step in steps], axis=0)
-    return replace(
-        base,
-        forward_us=float(np.median([step.forward_us for step in steps])),
-        ready_us=ready,
-        buckets=tuple(chosen[id(message)] for message in base.buckets),
-        others=tuple(chosen[id(message)] for message in base.others),
+    buckets, others = (
+        tuple(chosen[id(message)] for message in of) for of in (steps[slowest].buckets, steps[slowest].others)
     )
+    return replace(
+        steps[slowest], forward_us=float(np.median([step.forward_us for step in steps])), buckets=buckets,
+        ready_us=np.max([step.ready_us for step in steps], axis=0), others=others,
+    )  # fmt: skip
 
 
 def _by_key(step: Step) -> dict[tuple[str, str, int], Message]:
     """Return messages by collective, group and their number among these."""
     found: dict[tuple[str, str, int], Message] = {}
-    count: dict[tuple[str, str], int] = {}
+    count: Counter[tuple[str, str]] = Counter()
     for message in step.messages:
         key = message.collective, message.group
-        found[(*key, count.setdefault(key, 0))] = message
+        found[(*key, count[key])] = message
         count[key] += 1
     return found

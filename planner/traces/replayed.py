@@ -9,17 +9,20 @@ import numpy as np
 
 from planner.documents.profile import Profile
 from planner.emit.lower import predict
+from planner.fsdp2.inputs import make_setting
+from planner.fsdp2.simulator import simulate
 from planner.ir import Schedule
 from planner.model.problem import Problem, make_problem
 from planner.traces.events import Run, Step
-from planner.traces.to_profile import cuts_of, profile_of
+from planner.traces.gradients import cuts_of
+from planner.traces.to_profile import profile_of
+from runtime.plan import FullyShardPlan, ModelReference
 
-MOST_STEPS = 8
-"""Steps of a long trace that are left out, one after the other."""
 MOST_STEPS = 8
 """The most steps that are left out, one after the other."""
 OFF = 0.03
 """A replay further off than this is said before any advice."""
+_ANY = ModelReference(name="traced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +67,15 @@ def replay(run: Run, profile: Profile) -> Replay | None:
     """Replay the run's own buckets as they were traced; None where it sent none, or the cluster has no costs."""
     if profile.cluster is None or not run.steps[0].buckets:
         return None
-    numel = tuple(gradient.numel for gradient in profile.compute.gradients)
-    sized = replace(run, steps=[replace(step, numel=numel) for step in run.steps])
-    step, problem = sized.steps[0], make_problem(profile_of(sized, name=profile.model.name))
+    traced_us = float(np.median([one.span_us for one in run.steps]))
+    if profile.units is not None:
+        setting = make_setting(profile)
+        own = FullyShardPlan(groups=tuple((unit.module,) for unit in profile.units.units))
+        step_us = simulate(setting.shape, own, setting.costs(None), setting.executor, bars=False).iteration_us
+        return Replay(traced_us=traced_us, replayed_us=step_us, buckets=(), errors=())
+    shapes = tuple((gradient.numel,) for gradient in profile.compute.gradients)
+    sized = replace(run, steps=[replace(step, shapes=shapes) for step in run.steps])
+    step, problem = sized.steps[0], make_problem(profile_of(sized, profile.model))
     prediction = predict(problem, own_schedule(problem, step), timeline=True)
     ends = {task.bucket: task.end_us for task in prediction.timeline or () if task.bucket is not None}
     cuts, rows = cuts_of(step, problem.size_bytes), []
@@ -82,13 +91,13 @@ def replay(run: Run, profile: Profile) -> Replay | None:
         )  # fmt: skip
     some = list(sized.steps[:: -(-len(sized.steps) // MOST_STEPS)])
     return Replay(
-        traced_us=float(np.median([one.span_us for one in run.steps])), replayed_us=prediction.iteration_us,
+        traced_us=traced_us, replayed_us=prediction.iteration_us,
         buckets=tuple(rows), errors=tuple(_without(sized, some, step) for step in some) if len(some) > 1 else (),
     )  # fmt: skip
 
 
 def _without(run: Run, steps: Sequence[Step], step: Step) -> float:
     """Return the error of one step, whose own compute meets the messages' costs of all other steps."""
-    others = profile_of(run, name="others", steps=[other for other in steps if other is not step])
-    problem = make_problem(profile_of(run, name="own", steps=[step]), others.cluster)
+    others = profile_of(run, _ANY, steps=[other for other in steps if other is not step])
+    problem = make_problem(profile_of(run, _ANY, steps=[step]), others.cluster)
     return predict(problem, own_schedule(problem, step)).iteration_us / step.span_us - 1.0

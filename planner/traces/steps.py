@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -12,30 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.profile import DTYPE_BYTES
+from planner.traces import kineto
 from planner.traces.events import Message, Run, Step
-from planner.traces.kineto import (
-    BACKWARD,
-    BUCKET_COPY,
-    CALL,
-    DTYPES,
-    ELEMENT_BYTES,
-    FORWARD,
-    GRADIENT,
-    KERNEL,
-    MESSAGE,
-    Collective,
-    Floats,
-    Ints,
-    Recording,
-    column,
-)
+from planner.traces.kineto import Collective, Floats, Ints, Recording, column, spelled
 from runtime.errors import InputError
+from runtime.plan.fully_sharded import ROOT
 
 MAX_DROPPED = 0.05
 """Share of launches whose kernels may be missing."""
 EXCHANGES = ("all_reduce", "reduce_scatter")
 """Collectives that gradients are exchanged with."""
 _POINT_TO_POINT = {"send", "recv", "sendrecv", "p2p", "batch_p2p", "coalesced"}
+_FSDP = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_reshard)(?: \((.+)\))?")
 HOW = "call prof.step() after every iteration, and record at least one whole one"
 
 
@@ -46,7 +36,7 @@ class _Host:
     start: Floats
     end: Floats
     thread: Ints
-    numel: Ints
+    shape: NDArray[np.int32]
     of: NDArray[np.int32]
 
     def within(self, begin: float, end: float) -> _Host:
@@ -66,8 +56,8 @@ class Columns:
         kinds = column(recording.host, "kind")
         order = np.argsort(column(recording.host, "start"), kind="stable")
         self._host = {
-            kind: _Host(*(column(recording.host, name)[at] for name in ("start", "end", "thread", "numel", "of")))
-            for kind in range(5)
+            kind: _Host(*(column(recording.host, name)[at] for name in ("start", "end", "thread", "shape", "of")))
+            for kind in (kineto.GRADIENT, kineto.BUCKET_COPY, kineto.BACKWARD, kineto.FORWARD, kineto.CALL, kineto.SENT)
             for at in [order[kinds[order] == kind]]
         }
         self.on_device = len(recording.device["start"]) > 0
@@ -98,22 +88,22 @@ class Columns:
 
     def _from_hosts(self) -> None:
         """Operations of hosts as kernels that run while they are launched, and messages of backends such as gloo."""
-        works, messages = self.recording.works, self.recording.host_messages
-        self.start = np.concatenate([column(works, "start"), column(messages, "start")])
-        self.end = np.concatenate([column(works, "end"), column(messages, "end")])
-        own, sent = len(works["start"]), len(messages["start"])
-        self.kind = np.repeat(np.array([KERNEL, MESSAGE], dtype=np.int8), [own, sent])
+        works, messages = self.recording.works, self.host(kineto.SENT)
+        self.start = np.concatenate([column(works, "start"), messages.start])
+        self.end = np.concatenate([column(works, "end"), messages.end])
+        own, sent = len(works["start"]), len(messages.start)
+        self.kind = np.repeat(np.array([kineto.KERNEL, kineto.MESSAGE], dtype=np.int8), [own, sent])
         self.launch, self.launcher = self.start.copy(), np.full(own + sent, -1, dtype=np.int64)
         self.launcher[:own] = column(works, "thread")
         self.name = np.full(own + sent, -1, dtype=np.int32)
-        self.of = np.concatenate([np.full(own, -1, dtype=np.int32), column(messages, "of")])
+        self.of = np.concatenate([np.full(own, -1, dtype=np.int32), messages.of])
         self.bytes = np.full(own + sent, -1, dtype=np.int64)
         self.dropped = 0.0
         self._match_calls(own)
 
     def _match_calls(self, first: int) -> None:
         """Date messages of hosts by their calls: the k-th of a collective by the k-th call of it."""
-        calls = self.host(CALL)
+        calls = self.host(kineto.CALL)
         by_name: dict[str, list[int]] = {}
         for index, of in enumerate(calls.of):
             by_name.setdefault(self.names[of].name, []).append(index)
@@ -130,16 +120,6 @@ class Columns:
                 if self.names[self.of[at]].numel_in is None:
                     self.of[at] = calls.of[call]
                 place[name] += 1
-
-    @cached_property
-    def _grids(self) -> NDArray[np.int64]:
-        return np.array(
-            [at if isinstance(name, tuple) and name[1] else -1 for at, name in enumerate(self.names)] or [-1]
-        )
-
-    def grid_of(self, names: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the numbers of kernels' names that hold a grid, −1 for all others."""
-        return np.where(names >= 0, self._grids[np.maximum(names, 0)], -1)
 
     def overhead(self, zero: float, end: float) -> tuple[Floats, Floats]:
         """Return moments after `zero`, and how many operations were recorded since then before each of them."""
@@ -158,7 +138,7 @@ class Columns:
     @cached_property
     def metadata(self) -> dict[int, _Host]:
         """Calls of collectives, by thread."""
-        calls = self.host(CALL)
+        calls = self.host(kineto.CALL)
         return {int(thread): calls.chosen(calls.thread == thread) for thread in np.unique(calls.thread)}
 
     def collective_of(self, at: int) -> Collective:
@@ -173,11 +153,18 @@ class Columns:
             if place >= 0:
                 called: Collective = self.names[calls.of[place]]
                 return called
-        for word in ("AllReduce", "ReduceScatter", "AllGather", "Broadcast", "SendRecv", "Reduce"):
-            if word in name:
-                spelled = {"AllReduce": "all_reduce", "ReduceScatter": "reduce_scatter", "AllGather": "all_gather"}
-                return Collective(spelled.get(word, word.lower()))
-        return Collective("unknown collective")
+        return Collective(spelled(name))
+
+    def messages(
+        self, sent: Ints, begin: float, end: float
+    ) -> list[tuple[Collective, float, tuple[float, float] | None]]:
+        """Return (collective, launch, span) of these messages; where there are none, of calls of a single rank."""
+        if len(sent):
+            times = np.stack([self.launch[sent], self.start[sent], self.end[sent]], axis=1).tolist()
+            return [(self.collective_of(at), one[0], (one[1], one[2])) for at, one in zip(sent, times, strict=True)]
+        calls = self.host(kineto.CALL).within(begin, end)
+        called = [(self.names[of], start) for start, of in zip(calls.start.tolist(), calls.of, strict=True)]
+        return [(what, start, None) for what, start in called if what.ranks == 1]
 
 
 def windows(columns: Columns) -> list[tuple[int, float, float]]:
@@ -194,10 +181,10 @@ def windows(columns: Columns) -> list[tuple[int, float, float]]:
     if updates:
         # Of several optimizers that of most steps; each step ends with its last one.
         ends = [end for _, end in sorted(max(updates, key=len))]
-        everything = min([*columns.host(FORWARD).start[:1], *columns.start[:1]], default=ends[0])
+        everything = min([*columns.host(kineto.FORWARD).start[:1], *columns.start[:1]], default=ends[0])
         return [(index, begin, end) for index, (begin, end) in enumerate(pairwise([min(everything, ends[0]), *ends]))]
     forwards = sorted(start for start, _ in named.get("DistributedDataParallel.forward", []))
-    last = max([0.0, *columns.host(BACKWARD).end[-1:], *columns.end.tolist()[-1:]])
+    last = max([0.0, *columns.host(kineto.BACKWARD).end[-1:], *columns.end.tolist()[-1:]])
     edges = sorted({*forwards, *([last + 1.0] if forwards else [])})
     return [(index, begin, end) for index, (begin, end) in enumerate(pairwise(edges))]
 
@@ -213,7 +200,7 @@ def read_steps(recording: Recording) -> Run:
         raise InputError(
             f"{path}: $.schemaVersion: found {str(version)[:40]}, expected 1; record it with a torch from 1.12 to 2.13"
         )
-    if not len(columns.host(GRADIENT).start):
+    if not len(columns.host(kineto.GRADIENT).start):
         raise InputError(_no_gradients(columns))
     if not columns.on_device and recording.launches["start"]:
         raise InputError(
@@ -240,24 +227,23 @@ def read_steps(recording: Recording) -> Run:
     sent = [step for step in whole if step.buckets]
     notes = _notes(recording, len(known), whole, sent)
     whole = _with_gaps(sent or whole)
-    header = recording.header
-    world, rank = _world(header, whole)
-    device = header.get("deviceProperties")
+    info, devices = recording.header.get("distributedInfo"), recording.header.get("deviceProperties")
+    device = devices[0] if columns.on_device and isinstance(devices, list) and devices else None
+    bucket = next((message for step in whole for message in step.buckets), None)
     optimizers = Counter(name for name, *_ in recording.annotations if name.startswith("Optimizer.step#"))
-    devices = [entry for entry in device if isinstance(entry, dict)] if isinstance(device, list) else []
-    memory = devices[0].get("totalGlobalMem") if devices and columns.on_device else None
-    group = next((message.group for step in whole for message in step.buckets), "")
-    info = header.get("distributedInfo")
-    backend = info.get("backend") if isinstance(info, dict) else None
     others = Counter((m.collective, m.group) for m in whole[0].others if m.collective not in ("broadcast", "barrier"))
+    groups = max((message.ranks or 0 for step in whole for message in step.messages), default=0)
+    rank, base = _field(info, "rank", int) or 0, _field(recording.header, "baseTimeNanoseconds", int)
     return Run(
-        paths=(path,), rank=rank, world=world, traced_ranks=(rank,), steps=whole, group=group, notes=notes,
-        exchanging=next((message.ranks for step in whole for message in step.buckets), None),
-        backend=backend if isinstance(backend, str) else None,
-        device="cuda" if columns.on_device else "cpu", devices_per_node=len(devices) if columns.on_device else 0,
+        paths=(path,), rank=rank, world=_field(info, "world_size", int) or groups, traced_ranks=(rank,), steps=whole,
+        group="" if bucket is None else bucket.group, exchanging=None if bucket is None else bucket.ranks, notes=notes,
+        backend=_field(info, "backend", str), device="cuda" if columns.on_device else "cpu",
+        devices_per_node=0 if device is None else len(devices),  # type: ignore[arg-type]
+        host=_field(recording.header, "host_name", str),
+        begun_s=None if base is None else base / 1e9 + whole[0].begin_us / 1e6,
         optimizer=next((name[15:].removesuffix(".step") for name, _ in optimizers.most_common(1)), None),
-        accelerator=str(devices[0].get("name", ""))[:200] or None if devices and columns.on_device else None,
-        memory_bytes=memory if isinstance(memory, int) and memory > 0 else None,
+        accelerator=(_field(device, "name", str) or "")[:200] or None,
+        memory_bytes=_field(device, "totalGlobalMem", int) or None,
         unplanned=tuple(
             f"{name.replace('_', '-')} of group {of or 'unknown'}, {times} a step: not planned, left as it is"
             for (name, of), times in sorted(others.items())
@@ -265,9 +251,15 @@ def read_steps(recording: Recording) -> Run:
     )  # fmt: skip
 
 
+def _field(of: Any, name: str, kind: type) -> Any:
+    """Return a field of the header; None where it is missing, or no text, or no number that ranks or bytes may have."""
+    value = of.get(name) if isinstance(of, dict) else None
+    return value if type(value) is kind and (kind is str or 0 <= value < 2**63) else None
+
+
 def _no_gradients(columns: Columns) -> str:
     path = columns.recording.path
-    if len(columns.host(BACKWARD).start):
+    if len(columns.host(kineto.BACKWARD).start):
         return (
             f"{path}: found a backward without AccumulateGrad, expected gradients of parameters; the part of a job "
             f"that trains no parameters of its own cannot be planned: name the trace of another rank"
@@ -291,46 +283,31 @@ def _notes(recording: Recording, windows: int, whole: list[Step], sent: list[Ste
         notes.append(f"{len(whole) - len(sent)} steps without messages were left out: they accumulate gradients")
     if whole[0].micro_batches > 1:
         notes.append(f"the last of {whole[0].micro_batches} micro-batches of a step was taken: it synchronizes")
-    if recording.negative:
-        notes.append(f"{recording.negative} events of a negative or absurd duration were left out")
     if recording.unreadable:
-        notes.append(f"{recording.unreadable} events without a name or finite times were left out")
+        notes.append(f"{recording.unreadable} events without a name, or of negative or absurd times, were left out")
     return tuple(notes)
 
 
 def _with_gaps(steps: list[Step]) -> list[Step]:
     """Add what lies between two consecutive steps."""
-    following = {step.number: step for step in steps}
-    found = []
-    for step in steps:
-        after = following.get(step.number + 1)
-        gap = None if after is None else max(0.0, after.begin_us - step.begin_us - step.span_us)
-        found.append(replace(step, gap_us=gap))
-    return found
-
-
-def _world(header: dict[str, Any], steps: list[Step]) -> tuple[int, int]:
-    """Return (ranks, rank), as the trace says, or as large as its largest group."""
-    info = header.get("distributedInfo")
-    info = info if isinstance(info, dict) else {}
-    world, rank = info.get("world_size"), info.get("rank")
-    groups = [message.ranks or 0 for step in steps for message in step.messages]
-    if not isinstance(world, int) or not 1 <= world <= 10**7:
-        world = max(groups, default=0) or 0
-    return world, rank if isinstance(rank, int) and rank >= 0 else 0
+    begun = {step.number - 1: step.begin_us for step in steps}
+    ends = [(step, step.begin_us + step.span_us) for step in steps]
+    return [
+        replace(step, gap_us=max(0.0, begun[step.number] - end) if step.number in begun else None) for step, end in ends
+    ]
 
 
 def _step(columns: Columns, number: int, begin: float, end: float) -> Iterator[Step]:
     """Yield the step of this window of the host, if its backward is whole."""
-    backwards = columns.host(BACKWARD).within(begin, end)
+    backwards = columns.host(kineto.BACKWARD).within(begin, end)
     if not len(backwards.start):
         return
-    forwards = _outside(columns.host(FORWARD).within(begin, end), backwards)
+    forwards = _outside(columns.host(kineto.FORWARD).within(begin, end), backwards)
     # A forward behind a backward begins another micro-batch.
     edges = forwards[np.unique(np.searchsorted(forwards, backwards.start))[:-1]] if len(forwards) else forwards
     edges = edges[edges > backwards.start[0]] if len(edges) else edges
     parts = list(pairwise([begin, *np.unique(edges).tolist(), end]))
-    found = [step for part in parts for step in _backward(columns, number, *part, last=part[1] == end)]
+    found = [step for part in parts for step in _backward(columns, number, *part)]
     if found:
         best = max(found, key=lambda step: (len(step.buckets) > 0, len(step.ready_us), step.begin_us))
         waits = [(start, stop) for start, stop in columns.recording.loading if begin <= start < end]
@@ -345,17 +322,17 @@ def _outside(forwards: _Host, backwards: _Host) -> Floats:
     return forwards.start[~inside]
 
 
-def _backward(columns: Columns, number: int, begin: float, end: float, last: bool) -> Iterator[Step]:
-    gradients = columns.host(GRADIENT).within(begin, end)
-    backwards = columns.host(BACKWARD).within(begin, end)
+def _backward(columns: Columns, number: int, begin: float, end: float) -> Iterator[Step]:
+    gradients = columns.host(kineto.GRADIENT).within(begin, end)
+    backwards = columns.host(kineto.BACKWARD).within(begin, end)
     if not len(gradients.start):
         return
     first, stop = np.searchsorted(columns.launch, (begin, end))
     kinds = columns.kind[first:stop]
-    kernels = first + np.flatnonzero(kinds != MESSAGE)
+    kernels = first + np.flatnonzero(kinds != kineto.MESSAGE)
     if not columns.on_device:
         # Python and the data loader run before the first operation of forward, on the same thread.
-        starts = columns.host(FORWARD).within(begin, end).start
+        starts = columns.host(kineto.FORWARD).within(begin, end).start
         zero = float(starts[0]) if len(starts) else begin
         kernels = kernels[columns.start[kernels] >= zero]
     if not len(kernels):
@@ -374,50 +351,88 @@ def _backward(columns: Columns, number: int, begin: float, end: float, last: boo
         forward_us = float(backwards.start[0]) - zero
         ready = gradients.start - zero
     ready = np.maximum.accumulate(np.maximum(ready, forward_us))
-    messages = [_message(columns, int(at), zero, gradients, ready) for at in first + np.flatnonzero(kinds == MESSAGE)]
-    if not messages:
-        messages = _calls(columns, begin, end, gradients, ready)
+    sent = first + np.flatnonzero(kinds == kineto.MESSAGE)
+    messages = [_message(*what, zero, gradients, ready) for what in columns.messages(sent, begin, end)]
     buckets = _buckets(messages)
     order = np.argsort(columns.start[kernels], kind="stable")
-    overhead = None if columns.on_device else columns.overhead(zero, end)
+    copies = columns.host(kineto.BUCKET_COPY).within(begin, end)
+    copied = not columns.on_device and len(copies.start) == len(ready)
     compute = np.stack([columns.start[kernels], ends], axis=1)[order] - zero
-    numel = _numel(columns, gradients, begin, end, buckets)
+    groups = _groups(columns, begin, end)
     yield Step(
-        number=number, forward_us=forward_us, ready_us=ready, numel=numel,
+        number=number, forward_us=forward_us, ready_us=ready, modules=_modules(gradients, groups),
+        forwards_us=_forwards_us(columns, groups, begin, float(backwards.start[0])),
+        shapes=_shapes(columns, gradients, copies, buckets),
         dtypes=_dtypes(columns, gradients, buckets), buckets=buckets,
         others=tuple(message for message in messages if message not in buckets),
-        compute=compute, kernels=columns.grid_of(columns.name[kernels][order]), begin_us=zero,
+        compute=compute, kernels=columns.name[kernels][order], begin_us=zero,
         span_us=float(max([compute[:, 1].max(), *(message.end_us for message in buckets)])),
-        overhead=overhead,
-        copied_us=_copied_us(columns, begin, end, len(ready)),
+        overhead=None if columns.on_device else columns.overhead(zero, end),
+        copied_us=tuple((copies.end - copies.start).tolist()) if copied else None,
     )  # fmt: skip
 
 
-def _message(columns: Columns, at: int, zero: float, gradients: _Host, ready: Floats) -> Message:
-    what, count = columns.collective_of(at), int(np.searchsorted(gradients.start, columns.launch[at], side="right"))
-    ready_us = float(ready[count - 1]) if count else float(columns.launch[at]) - zero
+def _groups(columns: Columns, begin: float, end: float) -> list[tuple[str, str, float, float]]:
+    """Return (call, module, start, end) of FSDP2's hooks in this time, by start."""
+    found = []
+    for name, start, stop, _ in columns.recording.annotations:
+        if begin <= start < end and (match := _FSDP.fullmatch(name)) is not None:
+            found.append((match[1], (match[2] or ROOT).partition(", ")[0], start, stop))
+    return sorted(found, key=lambda hook: hook[2])
+
+
+def _forwards_us(
+    columns: Columns, groups: Sequence[tuple[str, str, float, float]], begin: float, end: float
+) -> dict[str, float]:
+    """Return how long kernels of each group's forward run: those launched between its two hooks; all others' are of the
+    root.
+    """
+
+    def compute_us(first: float, last: float) -> float:
+        start, stop = np.searchsorted(columns.launch, (first, last))
+        return float((columns.end - columns.start)[start:stop][columns.kind[start:stop] != kineto.MESSAGE].sum())
+
+    found: dict[str, float] = {}
+    begun: dict[str, float] = {}
+    for call, module, start, _ in groups:
+        if call == "pre_forward":
+            begun[module] = start
+        elif call == "post_forward" and module in begun and module != ROOT:
+            found[module] = compute_us(begun[module], start)
+    ordered = {module: found[module] for module in begun if module in found}
+    return {**ordered, ROOT: max(0.0, compute_us(begin, end) - sum(found.values()))} if groups else {}
+
+
+def _modules(gradients: _Host, groups: Sequence[tuple[str, str, float, float]]) -> tuple[str, ...] | None:
+    """Return the group of each gradient: the last one whose backward had begun and not ended; else the root."""
+    if not groups:
+        return None
+    edges = [hook for hook in groups if hook[0] in ("pre_backward", "post_backward_reshard")]
+    found, open_, at = [], [ROOT], 0
+    for moment in gradients.start:
+        for call, module, start, _ in edges[at:]:
+            if start > moment:
+                break
+            at += 1
+            if call == "pre_backward":
+                open_.append(module)
+            elif module in open_:
+                open_.remove(module)
+        found.append(open_[-1] if open_ else ROOT)
+    return tuple(found)
+
+
+def _message(
+    what: Collective, launched: float, span: tuple[float, float] | None, zero: float, gradients: _Host, ready: Floats
+) -> Message:
+    """Return a message; one of a single rank, which has no span, takes no time."""
+    count = int(np.searchsorted(gradients.start, launched, side="right"))
+    ready_us = float(ready[count - 1]) if count else launched - zero
+    start_us, end_us = (ready_us, ready_us) if span is None else (span[0] - zero, span[1] - zero)
     return Message(
         collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=what.ranks,
-        gradients=count, ready_us=ready_us, start_us=float(columns.start[at]) - zero,
-        end_us=float(columns.end[at]) - zero,
+        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us,
     )  # fmt: skip
-
-
-def _calls(columns: Columns, begin: float, end: float, gradients: _Host, ready: Floats) -> list[Message]:
-    """Return messages that were called and sent nothing: those of a single rank."""
-    found = []
-    calls = columns.host(CALL).within(begin, end)
-    for start, of in zip(calls.start, calls.of, strict=True):
-        what, count = columns.names[of], int(np.searchsorted(gradients.start, start, side="right"))
-        if what.ranks == 1 and count:
-            moment = float(ready[count - 1])
-            found.append(
-                Message(
-                    collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=1,
-                    gradients=count, ready_us=moment, start_us=moment, end_us=moment,
-                )
-            )  # fmt: skip
-    return found
 
 
 def _buckets(messages: list[Message]) -> tuple[Message, ...]:
@@ -427,7 +442,7 @@ def _buckets(messages: list[Message]) -> tuple[Message, ...]:
         for message in messages
         if message.gradients
         and message.collective in EXCHANGES
-        and (message.dtype is None or message.dtype.lower() in DTYPES)
+        and (message.dtype is None or message.dtype in DTYPE_BYTES)
     ]
     weight: Counter[tuple[str, str]] = Counter()
     for message in able:
@@ -439,36 +454,28 @@ def _buckets(messages: list[Message]) -> tuple[Message, ...]:
 
 
 def _dtypes(columns: Columns, gradients: _Host, buckets: tuple[Message, ...]) -> tuple[str, ...]:
-    sent = next((DTYPES[message.dtype.lower()] for message in buckets if message.dtype is not None), "float32")
-    known = {
-        of: DTYPES.get(str(columns.names[of]).lower(), sent) if of >= 0 else sent for of in np.unique(gradients.of)
-    }
-    return tuple(known[of] for of in gradients.of)
+    sent = next((message.dtype for message in buckets if message.dtype is not None), "float32")
+    known = [str(columns.names[of]) if of >= 0 else sent for of in gradients.of]
+    return tuple(dtype if dtype in DTYPE_BYTES else sent for dtype in known)
 
 
-def _copied_us(columns: Columns, begin: float, end: float, count: int) -> tuple[float, ...] | None:
-    """Return the duration of DDP's copies on hosts, one for each gradient in order."""
-    copies = columns.host(BUCKET_COPY).within(begin, end)
-    return None if columns.on_device or len(copies.start) != count else tuple((copies.end - copies.start).tolist())
+def _shapes(
+    columns: Columns, gradients: _Host, copies: _Host, buckets: tuple[Message, ...]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return the shape of each gradient: as recorded, or by DDP's copies of them, which follow in the same order.
 
-
-def _numel(
-    columns: Columns, gradients: _Host, begin: float, end: float, buckets: tuple[Message, ...]
-) -> tuple[int, ...] | None:
-    """Return the elements of each gradient: as recorded, or by DDP's copies of them, which follow in the same order."""
-    if (gradients.numel >= 0).all():
-        return tuple(gradients.numel.tolist())
-    copies = columns.host(BUCKET_COPY).within(begin, end)
+    Where copies tell no shapes, their bytes give a shape of one dimension.
+    """
+    for operations in (gradients, copies):
+        if len(operations.start) == len(gradients.start) and (operations.shape >= 0).all():
+            return tuple(columns.names[shape] for shape in operations.shape)
     if len(copies.start) != len(gradients.start):
         return None
-    if (copies.numel >= 0).all():
-        return tuple(copies.numel.tolist())
-    dtype = next((message.dtype for message in buckets if message.dtype is not None), "float")
-    sizes = []
+    dtype, shapes = _dtypes(columns, gradients, buckets)[0], []
     for start, stop in zip(copies.start, copies.end, strict=True):
         first, after = np.searchsorted(columns.launch, (start, stop))
         copied = columns.bytes[first:after]
         if len(copied) != 1 or copied[0] < 0:
             return None
-        sizes.append(int(copied[0]) // ELEMENT_BYTES[dtype.lower()])
-    return tuple(sizes)
+        shapes.append((int(copied[0]) // DTYPE_BYTES[dtype],))
+    return tuple(shapes)

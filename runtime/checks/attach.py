@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -34,11 +34,11 @@ class ModelFacts:
     """A model as ranks compare it."""
 
     parameters: dict[str, nn.Parameter]
-    """Those that ranks train together, by canonical name; none where there is a `problem`."""
+    """Parameters that ranks train together, by canonical name; none if there is a `problem`."""
     fingerprint: str
-    """Of their names, shapes and dtypes."""
+    """Fingerprint of their names, shapes and dtypes."""
     problem: str | None
-    """Why no plan can drive the model."""
+    """Reason why no plan can drive the model, or None."""
 
     @classmethod
     def of(cls, model: nn.Module, also: Iterable[nn.Parameter] = ()) -> Self:
@@ -70,23 +70,25 @@ def check_attach(
         attached: the models that are attached already.
     """
     facts, scale = ModelFacts.of(model), cast(object, options.loss_scale)  # of any type, where callers are not checked
-    reasons: list[Callable[[], str | None]] = [
-        lambda: check_attached(model, attached),
-        lambda: check_owner(model, optimizer),
-        lambda: None if plan is None else check_optimizer(plan, optimizer, facts.parameters),
-        lambda: (
-            None
-            if scale is None or callable(scale)
-            else f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
-        ),
-        lambda: check_buffers(model) if options.broadcast_buffers and world.ranks > 1 else None,
-        lambda: None if plan is None else asked_modes(plan)[0].attach_reason,
-        lambda: facts.problem,
-        lambda: None if plan is None else check_plan(facts.parameters, plan, world.ranks),
-        lambda: None if plan is None else check_backend(plan, world, facts.device),
-    ]
+
+    def reasons() -> Iterator[str | None]:
+        yield check_attached(model, attached)
+        yield check_owner(model, optimizer)
+        if plan is not None:
+            yield check_optimizer(plan, optimizer, facts.parameters)
+        if scale is not None and not callable(scale):
+            yield f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
+        if options.broadcast_buffers and world.ranks > 1:
+            yield check_buffers(model)
+        if plan is not None:
+            yield asked_modes(plan)[0].attach_reason
+        yield facts.problem
+        if plan is not None:
+            yield check_plan(facts.parameters, plan, world.ranks)
+            yield check_backend(plan, world, facts.device)
+
     try:
-        return facts, next(filter(None, (reason() for reason in reasons)), None)
+        return facts, next(filter(None, reasons()), None)
     except InputError as error:
         return facts, str(error)
 

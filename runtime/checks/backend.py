@@ -1,4 +1,4 @@
-"""A plan beside the backend that is to carry it: what the one asks for and the other cannot do on a device."""
+"""Checks of a plan against the backend that is to carry it out on a device."""
 
 from __future__ import annotations
 

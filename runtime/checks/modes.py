@@ -1,4 +1,4 @@
-"""Which mode a plan asks for. A new mode is a module of its own and a line here."""
+"""The mode that a plan asks for. A new mode is a module of its own and a line here."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from runtime.checks.modes import asked_modes
-from runtime.comm.collectives import COLLECTIVES, PHASED
+from runtime.comm.collectives import COLLECTIVES, PHASED, is_known
 from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
 from runtime.errors import InputError
 from runtime.plan import HINT, Plan, PlanBucket, combinations, gathers_problem, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
-from runtime.plan.transports import HITOPK, NATIVE, Transport
+from runtime.plan.transports import Transport
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import COMPRESSORS, Family, make_compressor
 from runtime.sparse.compressors.wire import BETWEEN_NODES, EIGHT_BITS
@@ -67,7 +67,7 @@ def parameters_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def check_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None:
-    """Return what speaks against attaching this model beside those that are attached already, or None."""
+    """Return why this model cannot be attached in addition to those that are attached already, or None."""
     mine = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
     for other in attached:
         if other is model:
@@ -148,8 +148,8 @@ def check_plan(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -
             "the plan has groups of modules for FSDP2 and no buckets; expected buckets, which attach executes: call "
             "planner.fully_shard(model, plan) in its place"
         )
-    if plan.world.misfit is not None:
-        return f"the plan's world: {plan.world.misfit}"
+    if problem := plan.world.problem("the plan's world"):
+        return problem
     if plan.world.ranks != ranks:
         hint = f"make one with a cluster of {ranks} ranks (`planner optimize --cluster`)"
         launch = "; to start several ranks use torchrun and torch.distributed.init_process_group" if ranks == 1 else ""
@@ -276,7 +276,7 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
 def _check_form(bucket: PlanBucket) -> str | None:
     """Return what is unknown about how a bucket is sent, as what follows its number."""
     transport, spec = bucket.transport, bucket.compressor
-    if transport not in COLLECTIVES and transport not in PHASED:
+    if not is_known(transport):
         return f"is sent by {transport}, which is unknown here; known: {_listed((*COLLECTIVES, *PHASED), ', ')}"
     if spec.name not in COMPRESSORS:
         return f"has the compressor {spec.name!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
@@ -288,13 +288,13 @@ def _check_form(bucket: PlanBucket) -> str | None:
     if transport not in (family.between if between else family.transports):
         if family.between:
             return f"{found} {_links_hint(family, between=between, narrow=transport in family.between)}"
-        if transport == HITOPK:
+        if transport.by_shards:
             return SHARDS_HINT
         if bucket.dense:
             fitting = (name for name, other in COMPRESSORS.items() if transport in other.transports)
             return f"{found}; expected {' or '.join(fitting)} there: {HINT}"
         return f"{found}; expected {_listed(family.transports, ' or ')} there, or none"
-    return SHARDS_HINT if transport == HITOPK and (spec.density is None or spec.scope == "layer") else None
+    return SHARDS_HINT if transport.by_shards and (spec.density is None or spec.scope == "layer") else None
 
 
 def _links_hint(family: Family, *, between: bool, narrow: bool) -> str:
@@ -326,7 +326,7 @@ def _check_compressor(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket
             f"has the compressor {name!r}, but the plan's accuracy is exact; expected none in every bucket of an exact "
             f'plan: set "accuracy" to "bounded" if sending less is meant'
         )
-    if bucket.transport == HITOPK and not any(parameters[gradient].numel() for gradient in bucket.gradients):
+    if bucket.transport.by_shards and not any(parameters[gradient].numel() for gradient in bucket.gradients):
         return f"has the compressor {name!r}, and no elements to select from; expected all_reduce/library and none"
     odd = next((gradient for gradient in bucket.gradients if parameters[gradient].is_complex()), None)
     if odd is not None:
@@ -339,8 +339,7 @@ def _check_compressor(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket
         )
     sizes = [(gradient, parameters[gradient].numel()) for gradient in bucket.gradients]
     try:
-        native = bucket.transport == NATIVE
-        make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks, native=native)
+        make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks, native=bucket.transport.native)
     except InputError as error:
         return f"has a compressor that does not fit: {error}"
     return None

@@ -1,4 +1,4 @@
-"""A plan with collectives on two kinds of link beside the nodes that there are: does it fit, and what becomes of it.
+"""Checks of a plan with hierarchical collectives against the present nodes, and its adaptation to them.
 
 On one node nothing is sent between nodes, so what would be left out or narrowed there is not: what remains is a dense
 torus. With one rank a node all links are between nodes: HiTopKComm is the flat gather of selected elements, a torus
@@ -22,7 +22,7 @@ from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.errors import AdaptedWarning, PlanMismatch
 from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
-from runtime.plan.transports import FLAT, HITOPK, TORUS_2D, TWO_SHOT
+from runtime.plan.transports import FLAT, TORUS_2D, TWO_SHOT
 
 
 def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
@@ -81,7 +81,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
     notes = []
     for index, bucket in enumerate(adapted.buckets):
         density = bucket.compressor.density
-        if bucket.transport != HITOPK or density is None:
+        if not bucket.transport.by_shards or density is None:
             continue
         share = share_of(sum(parameters[name].numel() for name in bucket.gradients), topology.ranks_per_node)
         if math.floor(density * share) < 1:
@@ -91,7 +91,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
             )
     changed = [index for index, bucket in enumerate(plan.buckets) if _sends_less_between(bucket)]
     if changed and topology.num_nodes == 1:
-        wide = all(plan.buckets[index].transport == HITOPK for index in changed)
+        wide = all(plan.buckets[index].transport.by_shards for index in changed)
         what = "sparse/hitopk has nothing to leave out" if wide else "no links between nodes are"
         notes.append(
             f"all {topology.ranks_per_node} ranks are on one node, where {what}: "
@@ -104,7 +104,7 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
 
 
 def _sends_less_between(bucket: PlanBucket) -> bool:
-    return bucket.transport == HITOPK or is_narrow_between(bucket)
+    return bucket.transport.by_shards or is_narrow_between(bucket)
 
 
 def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket:
@@ -113,7 +113,7 @@ def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket
         return bucket
     if topology.num_nodes == 1:
         return bucket.sent_by(TORUS_2D, NO_COMPRESSION)
-    if bucket.transport == HITOPK:
+    if bucket.transport.by_shards:
         return bucket.sent_by(FLAT, bucket.compressor)
     return bucket.sent_by(TWO_SHOT, replace(bucket.compressor, links=None))
 
@@ -121,10 +121,8 @@ def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket
 def _adapted(plan: Plan, topology: Topology) -> Plan:
     several = topology.num_nodes > 1 and topology.ranks_per_node > 1
     stays = several or not any(map(_sends_less_between, plan.buckets))
-    others = plan.phase_order is not None and plan.world.nodes not in (
-        None,
-        topology.num_nodes,
-    )  # phases are others there
+    # Phases are others on another number of nodes.
+    others = plan.phase_order is not None and plan.world.nodes not in (None, topology.num_nodes)
     fallback = plan.fallback and _adapted(plan.fallback, topology)
     if stays and not others and fallback is plan.fallback:
         return plan

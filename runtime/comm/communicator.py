@@ -1,4 +1,4 @@
-"""Sends buckets in plan order beside backward, one after the other; every wait has a deadline."""
+"""Sends buckets in plan order during backward, one after the other; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ THROUGH_HOST = "gloo"
 """The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
 
 AT_ONCE = 2
-"""All-reduces that the host's backend carries beside each other: gloo has two threads for each group. A ring waits for
-its neighbour in every phase; meanwhile another one uses the link.
+"""Number of all-reduces that the host's backend runs concurrently: gloo has two threads for each group. A ring waits
+for its neighbour in every phase; meanwhile another one uses the link.
 """
 
 EXIT_S, SETTLING_S = 5.0, 0.01
-"""How long the end of a script waits for messages on their way, and how often it looks."""
+"""Seconds for which the end of a script waits for messages in flight, and between two looks at them."""
 
 
 @dataclass(eq=False)
 class Payload:
-    """One bucket on its way."""
+    """One bucket in flight."""
 
     index: int
-    """The bucket's, by which its collective is found."""
+    """Index of the bucket, by which its collective is found."""
     label: str
     messages: Sequence[Any]
-    """What its collective gets, one after the other; see `runtime.comm.collectives.Collective`."""
+    """Messages of its collective, one after the other; see `runtime.comm.collectives.Collective`."""
 
 
 @dataclass(slots=True)
 class CommTiming:
-    """When one bucket was sent; marks of the session's clock, None where unknown."""
+    """Marks of the session's clock when one bucket was sent; None: unknown."""
 
     launch: Any = None
     start: Any = None
@@ -59,7 +59,7 @@ class CommTiming:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One message on its way."""
+    """One message in flight."""
 
     bucket: Payload
     message: Any
@@ -75,20 +75,20 @@ class _Task:
 
 
 def nothing() -> None:
-    """What a bucket needs whose messages are filled already."""
+    """Do nothing: the messages of the bucket are filled already."""
 
 
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """Hand the bucket over; returns at once. Fills `sent`. `prepare` fills the messages, on a device beside what is
-        computed there.
+        """Launch a bucket and return at once; fills `sent`. `prepare` fills the messages, on a device concurrently with
+        computation.
         """
         ...
 
     def wait(self, until: CommTiming | None = None) -> None:
-        """Return when every bucket launched so far, or that one, has come. Raises CommunicationError."""
+        """Block until the given bucket, or every bucket launched so far, is complete. Raises CommunicationError."""
         ...
 
     def close(self) -> None:
@@ -108,20 +108,22 @@ class NullCommunicator:
 
 
 def failure_of(world: World, label: str, error: Exception) -> Exception:
-    """Return what to raise where a collective failed: what others may have to do with it, or this process's error."""
+    """Return the error to raise for a failed collective: one that names other ranks as a possible cause, or this
+    process's.
+    """
     if isinstance(error, CommunicationError):
         return error
     if is_of_backend(error):
-        return describe_failure(world, label, error)
+        failure = describe_failure(world, label, error)
+        failure.__cause__ = error
+        return failure
     note(error, world, label)
     return error
 
 
 def raise_failure(world: World, label: str, error: Exception) -> NoReturn:
-    failure = failure_of(world, label, error)
-    if failure is error:
-        raise failure
-    raise failure from error
+    """Raise what a failed collective raises; see `failure_of`."""
+    raise failure_of(world, label, error)
 
 
 def describe_failure(world: World, label: str, error: BaseException) -> CommunicationError:
@@ -146,17 +148,19 @@ class HostCommunicator:
     def __init__(
         self, world: World, collectives: list[Collective], whole: World | None = None, *, across_steps: bool = False
     ) -> None:
-        """`across_steps`: whether messages may be on their way when a step ends, and with it a profiler's record."""
+        """Send buckets in a world; see `make_communicator`. `across_steps`: whether messages may be in flight when a
+        step ends, and with it a profiler's record.
+        """
         self._world, self._collectives, self._whole = world, collectives, whole or world
         self._recorded: Callable[[], AbstractContextManager[None]] = unprofiled if across_steps else nullcontext
         # Reentrant: the callback of a message that has ended already runs at once, inside `_start`.
         self._lock = threading.RLock()
         self._queue: deque[_Task] = deque()
         self._on_way: deque[_Task] = deque()
-        """In the order in which they were started; those that have ended leave it in this order."""
+        """Messages in flight, in the order in which they were started and leave the queue."""
         self._failure: Exception | None = None
         self._callbacks = 0
-        """How many the backend's thread has yet to call."""
+        """Number of callbacks that the backend's thread has yet to call."""
         to_settle.add(self)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
@@ -190,21 +194,21 @@ class HostCommunicator:
             self._ended(task, work)
 
     def close(self) -> None:
-        """Wait for what a backward that raised left on its way, then release the group."""
-        self._drain()  # whoever waited for it first has told what failed
+        """Wait for messages that a backward that raised left in flight, then release the group."""
+        self._drain()  # the first wait has raised what failed
         # The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
         # process.
         self._world = self._whole = World()
 
     def settle(self, deadline: float) -> None:
-        """Start nothing more, and give the backend's thread until `deadline` (monotonic) for what is on its way."""
+        """Start nothing more, and give the backend's thread until `deadline` (monotonic) for messages in flight."""
         with self._lock:
             self._queue.clear()
         while self._callbacks > 0 and time.monotonic() < deadline:
             time.sleep(SETTLING_S)
 
     def _start(self) -> None:
-        """Start what may be on its way now; the lock is held."""
+        """Start the messages that may be in flight now; the lock is held."""
         while self._queue and self._failure is None:
             others = [task for task in self._on_way if not task.done]
             task = self._queue[0]
@@ -230,7 +234,7 @@ class HostCommunicator:
                 return
             self._callbacks += 1
             task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
-        except Exception as error:  # kept for the next `wait`: nobody else hears of it on the backend's thread
+        except Exception as error:  # kept for the next `wait`: no caller sees it on the backend's thread
             self._fail(task, error)
 
     def _mark(self) -> None:
@@ -266,7 +270,7 @@ class HostCommunicator:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
-            # Of several that are on their way any may fail first where a rank is lost.
+            # Of several in flight any may fail first if a rank is lost.
             first = self._on_way[0] if self._on_way and is_of_backend(error) else task
             if self._failure is None or isinstance(error, CommunicationError):  # which says more than what follows
                 self._failure = failure_of(self._whole, first.bucket.label, error)
@@ -280,7 +284,7 @@ to_settle: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _settle_all() -> None:
-    # A script may end while messages are on their way, by an exception in backward, say: neither threads of ours nor
+    # A script may end while messages are in flight, by an exception in backward, say: neither threads of ours nor
     # the backend's may run in an interpreter that is being taken down, which would abort the process.
     deadline = time.monotonic() + EXIT_S
     running = list(to_settle)
@@ -288,6 +292,38 @@ def _settle_all() -> None:
         communicator.settle(deadline)
     if running:
         time.sleep(SETTLING_S)  # the thread lets go of what it has called
+
+
+class StreamWorks:
+    """Works of the backend on a device's streams, until they have been waited for."""
+
+    def __init__(self, world: World) -> None:
+        """Name this rank by its number in `world` in errors."""
+        self._world, self._works = world, list[tuple[dist.Work, str]]()
+
+    def forget_completed(self) -> None:
+        """Keep the works that have not ended."""
+        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+
+    def start(self, works: Iterator[dist.Work], label: str) -> None:
+        """Start works one after the other on the current stream, which waits for each, not the host."""
+        try:
+            for work in works:
+                wait_for(work)
+                self._works.append((work, label))
+        except RuntimeError as error:
+            raise_failure(self._world, label, error)
+
+    def wait(self) -> None:
+        """Let the current stream wait for all of them. Raises CommunicationError."""
+        works, self._works = self._works, []
+        for work, label in works:
+            self.start(iter((work,)), label)
+        self._works.clear()  # waited for, now
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._works.clear()
 
 
 class StreamCommunicator:
@@ -298,24 +334,19 @@ class StreamCommunicator:
     ) -> None:
         self._world, self._collectives, self._whole = world, collectives, whole or world
         self._device, self._side = device, torch.cuda.Stream(device)
-        self._works: list[tuple[dist.Work, str]] = []
+        self._works = StreamWorks(self._whole)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None
-        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+        self._works.forget_completed()
         sent.launch = sent.start = mark_on(torch.cuda.current_stream(self._device))
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             prepare()
-            try:
-                for message in bucket.messages:
-                    for work in self._collectives[bucket.index](message, group):
-                        wait_for(work)  # makes the side stream wait, not the host
-                        self._works.append((work, bucket.label))
-            except RuntimeError as error:
-                raise_failure(self._whole, bucket.label, error)
+            for message in bucket.messages:
+                self._works.start(self._collectives[bucket.index](message, group), bucket.label)
         sent.end = mark_on(self._side)
 
     def wait(self, until: CommTiming | None = None) -> None:
@@ -323,13 +354,8 @@ class StreamCommunicator:
         if until is not None and isinstance(until.end, torch.cuda.Event):
             torch.cuda.current_stream(self._device).wait_event(until.end)
             return
-        works, self._works = self._works, []
         torch.cuda.current_stream(self._device).wait_stream(self._side)
-        for work, label in works:
-            try:
-                wait_for(work)
-            except RuntimeError as error:
-                raise_failure(self._whole, label, error)
+        self._works.wait()
 
     def close(self) -> None:
         self._works.clear()

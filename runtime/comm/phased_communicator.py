@@ -1,9 +1,9 @@
-"""Carries buckets whose collectives have several phases, on two kinds of link at once.
+"""Sends buckets whose collectives have several phases, on intra-node and inter-node links concurrently.
 
-While one bucket is between nodes, another one is inside them. Each kind of link takes its phases in the plan's order,
+While one bucket is between nodes, another one is inside them. Links take their phases in the plan's order,
 which is the same on all ranks, so that no two groups of ranks wait for each other. A phase begins when the one before
-it has ended and its link is free. On CPUs a thread for each kind of link does that, which also adds up and selects, so
-that backward goes on; on CUDA there is a stream for each, and the host waits for nothing.
+it has ended and its link is free. On CPUs a thread for each of the two does that, which also adds up and selects, so
+that backward continues; on CUDA there is a stream for each, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from runtime.comm.collectives import collective_of, phases_in
 from runtime.comm.collectives.phases import Phase, Works
-from runtime.comm.communicator import CommTiming, Communicator, Payload, mark_on, nothing, raise_failure
+from runtime.comm.communicator import CommTiming, Communicator, Payload, StreamWorks, mark_on, nothing
 from runtime.comm.threaded_communicator import ThreadedCommunicator
 from runtime.comm.topology import LinkName, Topology
 from runtime.comm.traced import traced
 from runtime.comm.world import Grid
 from runtime.plan import Plan, PlanBucket
-from runtime.torch_compat import wait_for
 
 LINKS: tuple[LinkName, ...] = ("intra", "inter")
 Entry = tuple[int, int]
@@ -53,10 +51,14 @@ def default_order(counts: Sequence[int]) -> list[Entry]:
 
 
 class PhaseQueues:
-    """Which phase each kind of link takes next. A round is what is launched between two waits for everything."""
+    """Phases that intra-node and inter-node links take next. A round is what is launched between two waits for
+    everything.
+    """
 
     def __init__(self, links: Sequence[Sequence[LinkName]], order: Sequence[Entry] | None = None) -> None:
-        """`links`: of each bucket, the links of its phases. `order`: of all phases; default: see `default_order`."""
+        """Queue the phases of buckets. `links`: of each bucket, the links of its phases. `order`: of all phases;
+        default: see `default_order`.
+        """
         self._counts = [len(of) for of in links]
         order = default_order(self._counts) if order is None else order
         self.order = tuple(order)
@@ -69,14 +71,14 @@ class PhaseQueues:
         self._flushed = False
 
     def over(self, bucket: int) -> bool:
-        """Whether a bucket belongs to the next round: it has been launched in this one, or no more come."""
+        """Return whether a bucket belongs to the next round: it has been launched in this one, or no more come."""
         return bucket in self._done or self._flushed
 
     def launch(self, bucket: int) -> None:
         self._done[bucket] = 0
 
     def flush(self) -> None:
-        """No more buckets come in this round: those that have not come are not waited for."""
+        """End the round: buckets that have not been launched are not waited for."""
         self._flushed = True
 
     def next(self, link: LinkName) -> Entry | None:
@@ -92,19 +94,19 @@ class PhaseQueues:
         return None
 
     def done(self, link: LinkName) -> None:
-        """What `next` gave has ended."""
+        """Mark the phase that `next` returned as ended."""
         bucket, _ = self._queues[link][self._places[link]]
         self._places[link] += 1
         self._done[bucket] += 1
 
     def complete(self, bucket: int | None = None) -> bool:
-        """Whether all phases have ended, of one bucket or of all that were launched."""
+        """Return whether all phases have ended, of one bucket or of all that were launched."""
         buckets = self._done if bucket is None else [bucket]
         return all(self._done.get(one, 0) == self._counts[one] for one in buckets)
 
 
 class PhasedHostCommunicator(ThreadedCommunicator[LinkName, Entry]):
-    """CPU tensors: one thread for each kind of link. See `runtime.comm.communicator.Communicator`."""
+    """Communicator of CPU tensors: one thread for intra-node and one for inter-node links."""
 
     def __init__(self, grid: Grid, phases: Sequence[tuple[Phase, ...]], order: Sequence[Entry] | None = None) -> None:
         super().__init__(grid.world, LINKS)
@@ -165,7 +167,7 @@ class PhasedHostCommunicator(ThreadedCommunicator[LinkName, Entry]):
 
 
 class PhasedStreamCommunicator:
-    """CUDA tensors: a stream for each kind of link, phases queued in the plan's order. See `Communicator`.
+    """Communicator of CUDA tensors: a stream for intra-node and one for inter-node links, phases in the plan's order.
 
     Over a backend that carries tensors through the host (gloo) the host waits for each phase: sums are right, nothing
     overlaps.
@@ -183,14 +185,14 @@ class PhasedStreamCommunicator:
         self._device, self._streams = device, {link: torch.cuda.Stream(device) for link in LINKS}
         self._buckets: dict[int, tuple[Payload, CommTiming]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
-        self._works: list[tuple[dist.Work, str]] = []
+        self._works = StreamWorks(grid.world)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         if self._queues.over(bucket.index):
             self.wait()
         prepare()
-        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+        self._works.forget_completed()
         sent.launch = sent.start = sent.end = mark_on(torch.cuda.current_stream(self._device))
         sent.phases.clear()
         self._buckets[bucket.index], self._events[bucket.index] = (bucket, sent), sent.launch
@@ -214,13 +216,8 @@ class PhasedStreamCommunicator:
         stream.wait_event(self._events[entry[0]])
         begun = mark_on(stream)
         with torch.cuda.stream(stream):
-            try:
-                for message in bucket.messages:
-                    for work in phase.run(message, self._grid):
-                        wait_for(work)  # makes the stream wait, not the host
-                        self._works.append((work, bucket.label))
-            except RuntimeError as error:
-                raise_failure(self._grid.world, bucket.label, error)
+            for message in bucket.messages:
+                self._works.start(phase.run(message, self._grid), bucket.label)
         sent.end = self._events[entry[0]] = mark_on(stream)
         sent.phases.append((phase.name, link, begun, sent.end))
         sent.start = sent.phases[0][2]
@@ -234,12 +231,7 @@ class PhasedStreamCommunicator:
             return
         for stream in self._streams.values():
             torch.cuda.current_stream(self._device).wait_stream(stream)
-        works, self._works = self._works, []
-        for work, label in works:
-            try:
-                wait_for(work)
-            except RuntimeError as error:
-                raise_failure(self._grid.world, label, error)
+        self._works.wait()
         self._queues.begin()
         self._buckets.clear()
         self._events.clear()

@@ -1,7 +1,7 @@
-"""Sends what lies on a device over a backend that takes it through the host's memory (gloo), beside backward.
+"""Sends a device's tensors over a backend that copies them through the host's memory (gloo), during backward.
 
 Such a backend copies a tensor to the host, sends it there and copies the sum back, and whoever waits for it stands
-still meanwhile. So a thread of ours waits, one message after the other: backward goes on to queue its work, and waits
+still meanwhile. So a thread of ours waits, one message after the other: backward continues to queue its work, and waits
 for the thread, and then on the device, only at its end. Ranks may share a device so, which NCCL refuses.
 """
 
@@ -21,14 +21,14 @@ from runtime.comm.world import World
 
 
 class Lane(Protocol):
-    """An order of work of its own, beside the calling thread's."""
+    """A sequence of work that is separate from the calling thread's."""
 
     def mark(self) -> Any:
         """Return a mark behind all that the calling thread has queued so far, where it is now."""
         ...
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Inside, the calling thread works in the lane, behind the mark and what the lane had before."""
+        """Let the calling thread work in the lane inside, behind the mark and the lane's earlier work."""
         ...
 
     def join(self, mark: Any) -> None:
@@ -68,8 +68,8 @@ class StagedCommunicator(ThreadedCommunicator[str, Filled]):
     def __init__(
         self, world: World, collectives: list[Collective], filling: Lane, carrying: Lane, whole: World | None = None
     ) -> None:
-        """`filling`: where messages are filled, by the calling thread; `carrying`: where they are carried and added
-        up.
+        """Send in a world. `filling`: lane in which the calling thread fills messages; `carrying`: lane in which they
+        are sent and summed.
         """
         super().__init__(world, CARRYING, whole)
         self._collectives, self._filling, self._carrying = collectives, filling, carrying

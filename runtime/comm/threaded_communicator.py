@@ -1,4 +1,4 @@
-"""What communicators have in common whose messages threads of ours carry: one thread for each lane of work.
+"""The base of communicators whose messages threads of ours send: one thread for each lane of work.
 
 Threads wait for the backend, the calling thread for them; each wait for other ranks has a deadline, the threads' the
 earlier one, for they can say what they waited for. What fails on a thread is kept for the next `wait`, and ends all
@@ -23,7 +23,7 @@ from runtime.errors import CommunicationError
 from runtime.torch_compat import wait_for
 
 Entry = TypeVar("Entry")
-"""What a lane carries at once."""
+"""Work that a lane does at a time."""
 LaneName = TypeVar("LaneName", bound=str)
 
 
@@ -34,10 +34,12 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
     """
 
     def __init__(self, world: World, lanes: Sequence[LaneName], whole: World | None = None) -> None:
-        """`world`: whose deadline counts; errors name this rank by its number in `whole`, of which it may be a part."""
+        """Send in `world`, whose deadline counts; errors name this rank by its number in `whole`, of which it may be a
+        part.
+        """
         self._world, self._whole, self._lanes = world, whole or world, lanes
         self._changed = threading.Condition()
-        """Whose lock is held by whoever looks at the queue, or changes it."""
+        """Condition whose lock is held to read or change the queue."""
         self._failure: Exception | None = None
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
@@ -53,7 +55,7 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
 
     @abstractmethod
     def _label(self, lane: LaneName, entry: Entry) -> str:
-        """Name it in a message to people."""
+        """Return its name for messages to people."""
 
     @abstractmethod
     def _is_pending(self, until: CommTiming | None) -> bool:
@@ -93,13 +95,13 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
                 self._fail(error)
 
     def close(self) -> None:
-        """Wait for what a backward that raised left on its way, then end the threads."""
+        """Wait for messages that a backward that raised left in flight, then end the threads."""
         with self._changed:
-            self._drain()  # whoever waited for it first has told what failed
+            self._drain()  # the first wait has raised what failed
         self.settle(time.monotonic() + EXIT_S)
 
     def settle(self, deadline: float) -> None:
-        """Start nothing more, and give the threads until `deadline` (monotonic) for what is on its way."""
+        """Start nothing more, and give the threads until `deadline` (monotonic) for messages in flight."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -107,7 +109,7 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _fail(self, error: Exception) -> None:
-        """The lock is held."""
+        """Keep the first failure, which ends all lanes; the lock is held."""
         self._failure = self._failure or error
         self._changed.notify_all()
 
@@ -117,7 +119,7 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
         while (entry := self._take(lane)) is not None:
             try:
                 self._carry(lane, entry)
-            except Exception as error:  # nobody else hears of it on this thread
+            except Exception as error:  # no caller sees it on this thread
                 with self._changed:
                     self._fail(failure_of(self._whole, self._label(lane, entry), error))
                 return

@@ -1,7 +1,7 @@
-"""Which ranks share a node: what collectives on two kinds of link have to know, and all ranks have to agree on.
+"""The ranks of each node: hierarchical collectives need them, and all ranks have to agree on them.
 
-A launcher says it (torchrun's GROUP_RANK and LOCAL_WORLD_SIZE; without one, machines are told apart by their names), or
-a `DeviceMesh` of two dimensions does, whose rows are nodes.
+A launcher sets them (torchrun's GROUP_RANK and LOCAL_WORLD_SIZE; without one, machines differ by their names), or
+a `DeviceMesh` of two dimensions has them, whose rows are nodes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one rank knows of where it runs."""
+    """One rank's knowledge of where it runs."""
 
     node: str
     local_ranks: str | None = None
-    """How many ranks its launcher says to have started on that node; None where nobody said, or where not all train
-    together."""
+    """Number of ranks that the launcher reports to have started on that node; None: it reported none, or not all train
+    together.
+    """
     mesh: Rows | None = None
     """Ranks by node, as a DeviceMesh says."""
 
@@ -48,7 +49,7 @@ class Topology:
 
     @classmethod
     def of_one_rank_each(cls, ranks: int) -> Topology:
-        """Every rank a node of its own."""
+        """Return a topology in which every rank is a node of its own."""
         return cls(tuple((rank,) for rank in range(ranks)))
 
     @property
@@ -65,7 +66,7 @@ class Topology:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Each rank's number when ranks are counted by place: the first ones of all nodes, then the second ones."""
+        """Numbers of the ranks when they are counted by local rank: first ones of all nodes, then second ones."""
         numbers = {
             rank: number for number, rank in enumerate(rank for ranks in self.cross_node_groups for rank in ranks)
         }
@@ -76,7 +77,7 @@ class Topology:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """This process's machine: torchrun's node number where it started the ranks, else the host's name."""
+    """Return the name of this process's machine: torchrun's node number if it started the ranks, else the host's."""
     return environment.get("GROUP_RANK") or socket.gethostname()
 
 

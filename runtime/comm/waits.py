@@ -1,4 +1,4 @@
-"""What a rank does while it waits for others: a wait that takes long is looked into, and said once.
+"""Waits of a rank for others: during a long wait it looks at their processes, and warns once.
 
 A rank that computes for long outside of a step (validation, saving) looks to the others like one that hangs. What can
 be told apart is whether its process runs: a stopped or ended one does not, and on the same machine the kernel says so,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runtime.comm.world import World
 
 GRACE_S = 5.0
-"""How much longer than the backend's own deadline the waiting thread gives it."""
+"""Seconds that the waiting thread adds to the backend's own deadline."""
 LOOKS = 6
 """Number of looks at other processes until a wait is long; one that does not run in that many in a row is lost."""
 
@@ -40,7 +40,7 @@ class RankProcess:
     """Names what numbers processes: a boot of a machine, and a namespace of processes on it."""
     pid: int
     started: str
-    """When it was started, in ticks since boot: numbers of processes come again."""
+    """Start time in ticks since boot: numbers of processes are reused."""
 
     @classmethod
     def here(cls, rank: int) -> RankProcess | None:
@@ -99,7 +99,7 @@ class Watch:
         self._world, self._what = world, what
         self._begun_s = time.monotonic() if begun_s is None else begun_s
         self._lost: Counter[int] = Counter()
-        """Of each rank, how many looks in a row have found that its process does not run."""
+        """Number of consecutive looks, by rank, that have found its process not running."""
 
     def look(self) -> None:
         """Look at the processes of other ranks on this machine, and say once that the wait is long.

@@ -33,7 +33,7 @@ from runtime.torch_compat import (
 
 MIN_TIMEOUT_S = 30.0
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
-"""What may be given as a deadline: less fails on any busy machine, more is as good as none."""
+"""Range of deadlines in seconds: less fails on any busy machine, more is as good as none."""
 _CHUNK_BYTES = 64 * 1024 * 1024
 
 
@@ -78,10 +78,16 @@ def bounded_timeout_s(seconds: float) -> float:
 def deadlines(
     timeout_s: float | None, process_group: dist.ProcessGroup | None = None, expected_s: float = 0.0
 ) -> tuple[float, float | None]:
-    """Return the deadline of every wait of ranks, and after how many seconds a wait is long (None: none is).
+    """Return the deadline of every wait of ranks, and the seconds after which a wait is long (None: no wait is).
 
-    A deadline that was given is exact. Without one that of the script's group counts, as for DDP: a rank may be busy
-    for long outside of a step. A wait is long then from `expected_s` and 30 s on; see `runtime.comm.waits`.
+    Args:
+        timeout_s: the deadline in seconds, which is exact; None: that of the script's group, as for DDP, so that a rank
+            may be busy for long outside of a step.
+        process_group: the script's group; default: all ranks.
+        expected_s: expected seconds of a wait: without a `timeout_s` a wait is long from that, and 30 s, on.
+
+    Raises:
+        InputError: the deadline is out of range.
     """
     if timeout_s is not None:
         return check_timeout_s(timeout_s), None
@@ -94,21 +100,15 @@ def deadlines(
 
 
 _dropped: deque[dist.ProcessGroup] = deque()
-"""Of worlds that were collected."""
+"""Groups of worlds that were garbage-collected."""
 _private: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups that worlds have made, as long as they are in memory."""
 _of_parent: list[dist.ProcessGroup] = []
 
 
-def _keep_groups() -> None:
-    """In a forked process (a DataLoader worker) keep all groups: one that its garbage collector found would wait, when
-    it is taken down, for threads that a fork does not copy.
-    """
-    _of_parent.extend(_private)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_groups)
+# A forked process (a DataLoader worker) keeps all groups: one that its garbage collector found would wait, when it is
+# taken down, for threads that a fork does not copy.
+os.register_at_fork(after_in_child=lambda: _of_parent.extend(_private))
 
 
 @dataclass
@@ -121,7 +121,7 @@ class World:
     backend: str = "none"
     timeout_s: float = MIN_TIMEOUT_S
     notice_s: float | None = None
-    """After how many seconds a wait is long, so that this rank looks at others and says so; None: no wait is."""
+    """Seconds after which a wait is long, so that this rank looks at others and warns; None: no wait is."""
     noticed: bool = False
     """Whether a long wait has been said."""
     neighbours: tuple[RankProcess, ...] = ()
@@ -129,7 +129,7 @@ class World:
     last: str = ""
     """The last exchange that this rank completed: says in an error how far the ranks had got."""
     topology: Topology | str | None = None
-    """Which ranks share a node, or why that cannot be told; None where ranks have not agreed on it."""
+    """Ranks of each node, or the reason why they are not known; None: ranks have not agreed on them."""
     before_group: bool = False
     """Whether this process is alone, for torch.distributed had no process group yet."""
     _owned: bool = field(default=False, repr=False)
@@ -146,9 +146,16 @@ class World:
     ) -> World:  # fmt: skip
         """Make a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
 
-        Private, so that nothing the user sends can come between the buckets. All its ranks must call this. For both
-        times see `deadlines`. `alone`: whether a process may do without the others, where a launcher started several
-        and they have no group.
+        Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
+
+        Args:
+            process_group: the ranks; default: all of torch.distributed, or this process alone.
+            timeout_s: deadline of every wait, in seconds; see `deadlines`.
+            notice_s: seconds after which a wait is long; None: no wait is.
+            alone: whether a process may do without the others if a launcher started several and they have no group.
+
+        Returns:
+            This rank's view of the group.
 
         Raises:
             InputError: the deadline is none, or a launcher started several ranks and they have no process group.
@@ -272,7 +279,7 @@ class World:
 
     @property
     def others(self) -> str:
-        """Who may have failed when a collective does: a name where there is only one."""
+        """Name of the ranks that may have failed when a collective does: a number if there is only one."""
         return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
 
     @contextmanager
@@ -314,7 +321,18 @@ class World:
                     break_off(group, ranks.index(lost))
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Gather every rank's picklable `value`, in order of rank; `what` names the exchange in errors."""
+        """Gather every rank's picklable value; all ranks must call this.
+
+        Args:
+            value: of this rank.
+            what: names the exchange in errors.
+
+        Returns:
+            The values, in order of rank.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
         if self.group is None:
             return [value]
         device = object_device(self.group)
@@ -327,8 +345,18 @@ class World:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def gather_parts(self, part: Tensor, what: str, out: Tensor | None = None) -> Tensor:
-        """Gather every rank's `part` (1-D, of equal length and dtype), one after the other; `out` has memory for it, of
-        which the part may be this rank's.
+        """Gather every rank's part, one after the other.
+
+        Args:
+            part: 1-D, of equal length and dtype on all ranks.
+            what: names the exchange in errors.
+            out: memory for the result, of which `part` may be this rank's; default: new memory.
+
+        Returns:
+            All parts, in order of rank. Shape (ranks · elements of a part,).
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
         """
         whole = part.new_empty(self.ranks * part.numel()) if out is None else out
         with self.error_context(what):
@@ -360,7 +388,7 @@ class World:
 
 @dataclass(frozen=True)
 class Grid:
-    """The groups of collectives on two kinds of link: the ranks of a node, and those of one local rank on all nodes."""
+    """The groups of hierarchical collectives: the ranks of a node, and those of one local rank on all nodes."""
 
     world: World
     topology: Topology
@@ -394,20 +422,20 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def note(error: Exception, world: World, label: str) -> None:
-    """Add to an error that came up in this process where it did, and that nobody else is to blame."""
+    """Add to an error that came up in this process where it did, and that other ranks are not its cause."""
     error.add_note(
         f"rank {world.rank}: {label}: this error came up in this process itself, not by another rank or the network"
     )
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a message of our own."""
+    """Return the first line of an error's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What has to be equal on all ranks before the first collective, and what is wrong on this one."""
+    """Facts that have to be equal on all ranks before the first collective, and the problem of this one."""
 
     version: str
     torch: str
@@ -418,10 +446,10 @@ class RankInfo:
     device: str = ""
     problem: str | None = None
     step: int = 0
-    """How many steps this rank has done with the session."""
+    """Number of steps that this rank has done with the session."""
     at_step: int = 0
     local_async: str = "null"
-    """What the plan says of local updaters, in words."""
+    """Local updaters of the plan, as text."""
     where: NodeInfo | None = None
     followed: str = ""
     """Fingerprint of the parameters and buffers that follow rank 0 at attach."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from runtime.comm.communicator import Communicator
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot
@@ -16,20 +15,28 @@ from runtime.monitor.recorder import Recorder
 
 
 class AllReduce(Launcher):
-    """See `runtime.core.exchange.Launcher`."""
+    """Launcher of synchronous steps."""
 
     def __init__(
-        self, buckets: Sequence[BucketBuffer], flags: UsageFlags | None, communicator: Communicator,
-        carried: ErrorFeedback, parameters: Mapping[str, nn.Parameter], recorder: Recorder, *, ranks: int, exact: bool,
+        self, buckets: Sequence[BucketBuffer], usage: UsageFlags | None, communicator: Communicator,
+        carried: ErrorFeedback, recorder: Recorder, *, exact: bool,
     ) -> None:  # fmt: skip
-        """A rank alone has no buckets: residuals are added to `parameters`. `exact`: `.grad`s are plain averages."""
-        self.communicator, self.scale = communicator, 1.0 / ranks
-        self._slots = [slot for bucket in buckets for slot in bucket.slots]
-        self.usage = flags
-        self._carried, self._parameters, self._recorder, self._exact = carried, parameters, recorder, exact
+        """Send buckets by a communicator.
 
-    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        return self._exact and not self._carried.active and (may_look or kept())
+        Args:
+            buckets: in plan order; a rank alone has none.
+            usage: flags behind the last bucket; None: there are no buckets.
+            communicator: sends the buckets.
+            carried: residuals of compressed buckets.
+            recorder: records when buckets are sent.
+            exact: whether `.grad`s are plain averages.
+        """
+        self.communicator, self.scale = communicator, 1.0 if usage is None else 1.0 / usage.ranks
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        self.usage, self._carried, self._recorder, self._exact = usage, carried, recorder, exact
+
+    def detaches_grads(self, hooks_may_read: bool, kept: Callable[[], bool]) -> bool:
+        return self._exact and not self._carried.active and (hooks_may_read or kept())
 
     def launch(self, bucket: BucketBuffer) -> None:
         sent = self._recorder.sent(bucket.index)
@@ -38,7 +45,7 @@ class AllReduce(Launcher):
     def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
         carries = self._carried.active
         if carries:
-            self._carried.settle(self._wait_for, self._parameters)
+            self._carried.settle(self._wait_for)
         self.wait()
         unused = self._settle_missing(missing, carries) if missing else set()
         if separate:
@@ -58,7 +65,7 @@ class AllReduce(Launcher):
         for saved in missing:
             if saved.slot.index in used:
                 continue
-            # A residual may come in a step that nobody uses its parameter in.
+            # A residual may come in a step in which no rank uses its parameter.
             if carries and bool(saved.slot.view.any()):
                 saved.add()
             else:

@@ -69,7 +69,7 @@ class BackwardTracker:
 
     def install_exchange(self, exchange: Exchange) -> None:
         """Hook the parameters: their gradients go to this exchange, when a step is on."""
-        exchange.install(self._on_first_grad, self._on_duplicate_grad, self._hooks.may_look)
+        exchange.install(self._on_first_grad, self._on_duplicate_grad, self._hooks.hooks_may_read)
 
     # One step, in the order in which it happens.
 

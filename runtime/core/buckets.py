@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
 from sys import getrefcount
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ LARGE_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class Slot:
-    """One gradient's place."""
+    """The place of one gradient in a bucket."""
 
     name: str
     index: int
@@ -39,7 +40,7 @@ class Slot:
     """The gradient's part of the flat buffer, in the parameter's shape and strides."""
     address: int = field(init=False)
     _home: Tensor = field(init=False, repr=False)
-    """Another tensor of it, to which a script has no way."""
+    """Another tensor of the same memory, which scripts cannot reach."""
     bucket: BucketBuffer = field(init=False, repr=False)
     waiting: bool = True
     touched: bool = False
@@ -108,7 +109,7 @@ class Slot:
     def clear_view(self) -> None:
         """Make the view free to be written to, while it is not the parameter's `.grad`.
 
-        Somebody may have kept the last gradient, or made it another parameter's: it gets memory of its own. Where
+        A script may have kept the last gradient, or made it another parameter's: it gets memory of its own. Where
         DLPack or a graph keeps it, which know its memory, the bucket leaves that to them.
         """
         if getrefcount(self.view) <= _ONLY_HERE:
@@ -119,16 +120,9 @@ class Slot:
             self._part()
 
 
-class _Holder:
-    def __init__(self) -> None:
-        self.view = object()
-
-    def references(self) -> int:
-        return getrefcount(self.view)
-
-
-_ONLY_HERE = _Holder().references()
-"""What `getrefcount` says of an attribute that nothing else holds."""
+_holder = SimpleNamespace(view=object())
+_ONLY_HERE = getrefcount(_holder.view)
+"""Result of `getrefcount` for an attribute that nothing else holds."""
 
 
 @dataclass(eq=False, frozen=True)
@@ -147,17 +141,17 @@ class SavedGrad:
 
     @property
     def values_before(self) -> Tensor | None:
-        """What it was."""
+        """Values of `.grad` before the backward, or None."""
         before = self.values if self.values is not None else self.gradient
         return None if before is None else before.detach()
 
     def add(self) -> None:
-        """Add what it was to what has come."""
+        """Add the earlier values to the new average."""
         if self.values_before is not None:
             self.slot.view.add_(self.values_before)
 
     def give_back(self) -> None:
-        """Make `.grad` what it was."""
+        """Restore `.grad`."""
         if self.values is not None:
             self.slot.view.copy_(self.values)
         else:
@@ -173,7 +167,7 @@ class Message:
     slots: list[Slot]
     storage: torch.UntypedStorage = field(init=False, repr=False)
     scratch: Any = field(default=None, repr=False)
-    """What its collective keeps from step to step."""
+    """Memory that its collective keeps from step to step."""
 
     def __post_init__(self) -> None:
         self.place(self.flat)
@@ -199,10 +193,10 @@ class BucketBuffer:
     slots: list[Slot]
     messages: list[Message]
     label: str
-    """For messages to people: index, collective, first and last gradient."""
+    """Name in messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     payload: Payload = field(init=False)
-    """What its collective gets: its messages, unless a mode or a compressor has put something in their place."""
+    """Payload of its collective: its messages, or those that a mode or a compressor has put in their place."""
     small: list[Slot] = field(init=False)
     _small_runs: list[Tensor] = field(init=False, repr=False)
     """The parts of the flat buffers that small gradients fill without a gap."""
@@ -274,8 +268,16 @@ def make_plain_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0,
     length_of: Callable[[PlanBucket, int], int] | None = None,
 ) -> list[BucketBuffer]:  # fmt: skip
-    """Make buckets that send all gradients as they are; see `lay_out`, with `tail_elements` behind the last bucket.
-    `length_of`: (bucket, elements of one of its flat buffers) → how long that is; by default as long.
+    """Make buckets that send all gradients as they are.
+
+    Args:
+        plan: has the gradients of each bucket.
+        parameters: of the model, by name.
+        tail_elements: number of elements behind the gradients of the last bucket.
+        length_of: (bucket, elements of one of its flat buffers) → length of that buffer; default: the same.
+
+    Returns:
+        The buckets in plan order, filled with zeros.
     """
     buckets: list[BucketBuffer] = []
     places = count()
@@ -291,8 +293,15 @@ def make_plain_buckets(
 def lay_out(
     slots: Sequence[Slot], tail_elements: int = 0, length_of: Callable[[int], int] | None = None
 ) -> list[Message]:
-    """Make a flat buffer per dtype, in order of first appearance, as long as `length_of` says of its elements; the
-    first has the tail.
+    """Lay gradients out in one flat buffer for each dtype, in order of first appearance.
+
+    Args:
+        slots: the gradients, in order.
+        tail_elements: number of elements behind the gradients of the first buffer.
+        length_of: elements of a buffer → its length; default: the same.
+
+    Returns:
+        A message for each dtype.
     """
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
@@ -308,8 +317,13 @@ def lay_out(
 
 
 def view_of(flat: Tensor, offset: int, parameter: Tensor, *, alone: bool = False) -> Tensor:
-    """Return the parameter's part of the buffer, with its strides where they are dense (channels-last, say).
-    `alone`: as a tensor whose storage has nothing else of the buffer.
+    """Return the parameter's part of a buffer, with its strides if they are dense (channels-last, for example).
+
+    Args:
+        flat: the buffer, 1-D.
+        offset: first element of the part.
+        parameter: has the shape and strides.
+        alone: whether the storage of the result has nothing else of the buffer.
     """
     strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
@@ -329,7 +343,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Part:
-    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
+    """One rank's part of a message of a bucket, which is cut into as many equal parts as there are ranks."""
 
     def __init__(self, message: Message, rank: int, ranks: int, share: int | None = None) -> None:
         """`share`: elements of a part; by default as few as there can be."""

@@ -17,11 +17,11 @@ from runtime.errors import InputError
 from runtime.torch_compat import ModuleHook, hook_before_forward
 
 ALIGNMENT_BYTES = 16
-"""Of the largest element there is, so that any dtype may begin at a multiple of it."""
+"""Bytes of the largest element there is, so that any dtype may begin at a multiple of it."""
 
 RESHAPED, CHANGED = 0, 1
-"""What rank 0 says in the first bytes of a message: its buffers have another form than ranks agreed on, and no values
-follow; their values have changed since all ranks had the same.
+"""Bytes at the head of a message in which rank 0 reports: its buffers have another form than ranks agreed on, and no
+values follow; their values have changed since all ranks had the same.
 """
 
 Form = list[tuple[str, tuple[int, ...], str]]
@@ -67,7 +67,7 @@ class BufferSync:
         self._reshaped = False
         """Whether they have another form than ranks agreed on."""
         self._versions: list[int] | None = None
-        """Of the buffers, when they were aligned; None: they are others now."""
+        """Versions of the buffers when they were aligned; None: they are others now."""
 
     def install(self) -> list[Any]:
         """Hook the model's forward; returns the handles. Nothing to do without buffers or with one rank."""
@@ -201,13 +201,7 @@ def _pack(buffers: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list
     """Make one run of bytes that holds all buffers, whatever their dtypes, behind what rank 0 says of them; and a view
     of it for each.
     """
-    starts, end = [], ALIGNMENT_BYTES
-    for buffer in buffers:
-        starts.append(end)
-        end += -(-buffer.numel() * buffer.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    flat = torch.zeros(end, dtype=torch.uint8, device=device)
-    views = [
-        flat[start : start + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
-        for start, buffer in zip(starts, buffers, strict=True)
-    ]
-    return flat, views
+    sizes = [-(-buffer.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for buffer in buffers]
+    flat = torch.zeros(ALIGNMENT_BYTES + sum(sizes), dtype=torch.uint8, device=device)
+    parts = zip(buffers, flat[ALIGNMENT_BYTES:].split(sizes), strict=True)
+    return flat, [part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape) for buffer, part in parts]

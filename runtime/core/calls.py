@@ -26,7 +26,7 @@ class DirectForward:
         self._model, self._before = model, model.__dict__.get("forward")
         self._method: MethodType | None = None
         self.running = 0
-        """How many calls of the model are running, one inside the other."""
+        """Number of calls of the model that are running, one inside the other."""
 
     def install(self) -> None:
         if may_have_methods(self._model):

@@ -1,7 +1,7 @@
 """The buckets of one plan and their hooks: gradients come in as autograd makes them, averages go out.
 
 A session has one exchange at a time. When it switches to another plan it gets another one; the gradients that the old
-one made stay as they are, in the old one's memory, until nobody refers to them.
+one made stay as they are, in the old one's memory, until no reference to them is left.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from runtime.torch_compat import held_by_torch
 
 
 class ErrorFeedback:
-    """What an exchange carries from step to step: here nothing."""
+    """State that an exchange carries from step to step: here none."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is carried: on all ranks alike."""
+        """True if anything is carried; equal on all ranks."""
         return False
 
     steps = 0
-    """That have been carried over, also by exchanges before this one."""
+    """Number of steps since the run began, those of exchanges before this one included."""
 
     def read_scale(self) -> None:
         """Ask for the scale of the loss: before backward, for on a device the answer has to be waited for."""
@@ -45,7 +45,7 @@ class ErrorFeedback:
     def add_to(self, bucket: BucketBuffer) -> None:
         """Add to a bucket whose gradients are all there, and which is about to be sent."""
 
-    def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
+    def settle(self, wait: Callable[[BucketBuffer | None], None]) -> None:
         """Finish a step whose buckets have all been launched; `wait` returns when one has come, or all have."""
 
     def compresses(self, bucket: BucketBuffer) -> bool:
@@ -65,16 +65,16 @@ class ErrorFeedback:
 
 
 class Launcher:
-    """How buckets are sent, and what becomes of `.grad`s then: one for each way of training."""
+    """Sends buckets and makes `.grad`s final; one class for each mode."""
 
     communicator: Communicator
     scale: float
-    """What gradients are multiplied by on their way into a bucket."""
+    """Factor of gradients when they are copied into a bucket."""
     usage: Usage | None = None
-    """What ranks tell each other behind the last bucket; None: nothing that counts for `.grad`s."""
+    """Usage flags that are sent behind the last bucket; None: none that count for `.grad`s."""
 
     def wait(self) -> None:
-        """Return when everything has come. Raises CommunicationError, on a host, where a rank has given the step up."""
+        """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank gave the step up."""
         self.communicator.wait()
         if self.usage is not None and self.usage.on_host and (gave_up := self.usage.given_up()):
             raise CommunicationError(
@@ -87,9 +87,12 @@ class Launcher:
         """Return what is called when a gradient is about to be added to `.grad`, if anything; see `GradientHook`."""
         return None
 
-    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """Tell whether `.grad`s of this step are none of the buckets' memory. `may_look`: whether hooks of the user's
-        may look at them while backward runs; `kept`: whether somebody has kept a `.grad` that backward adds to.
+    def detaches_grads(self, hooks_may_read: bool, kept: Callable[[], bool]) -> bool:
+        """Return whether `.grad`s of this step are outside of the buckets' memory.
+
+        Args:
+            hooks_may_read: whether hooks of the user's may look at them while backward runs.
+            kept: returns whether a script has kept a `.grad` that backward adds to.
         """
         return False
 
@@ -121,7 +124,7 @@ class Exchange:
         # Nothing happens before `install`. Without buckets (one rank) nothing is sent.
         self.plan, self.buckets, self.launcher, self.carried = plan, buckets, launcher, carried
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
-        """In readiness order."""
+        """Slots of all gradients, in readiness order."""
         self._views = ViewGuard(buckets)
         self._parameters, self._recorder, self._scale = parameters, recorder, launcher.scale
         self._saved: list[SavedGrad] = []
@@ -129,9 +132,9 @@ class Exchange:
         self.open = False
         self._given_up = False
         """Whether an exception has ended the backward whose buckets leave now."""
-        self._apart = False
-        """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them, or somebody has
-        kept those that backward adds to.
+        self._grads_detached = False
+        """Whether `.grad`s are outside of the buckets' memory in this step, for hooks or a script may read those that
+        backward adds to.
         """
         self._first: Slot | None = None
         self._hooks: dict[str, GradientHook] = {}
@@ -140,16 +143,17 @@ class Exchange:
         self,
         on_first_grad: Callable[[], bool],
         on_duplicate_grad: Callable[[Slot], None],
-        may_look: Callable[[Iterable[GradientHook]], bool],
+        hooks_may_read: Callable[[Iterable[GradientHook]], bool],
     ) -> None:
         """Hook the parameters.
 
         Args:
             on_first_grad: whether a backward is exchanged; if so calls `begin`.
             on_duplicate_grad: called for a gradient that has come in this step already.
-            may_look: whether hooks may look at gradients of this backward, also at those that are on their way.
+            hooks_may_read: whether hooks may look at gradients of this backward, also at those in flight.
         """
-        self._on_first_grad, self._on_duplicate_grad, self._may_look = on_first_grad, on_duplicate_grad, may_look
+        self._on_first_grad, self._on_duplicate_grad = on_first_grad, on_duplicate_grad
+        self._hooks_may_read = hooks_may_read
         for name in self._parameters.keys() - set(self.plan.gradients):
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
@@ -176,9 +180,9 @@ class Exchange:
         """Begin a step, whose first gradient is here."""
         self._views.restore()
         self.carried.begin()
-        may_look = self._may_look(self._hooks.values())
-        self._apart = self.launcher.separates(may_look, partial(self._views.others_kept, self._first))
-        if self._apart:
+        kept = partial(self._views.others_kept, self._first)
+        self._grads_detached = self.launcher.detaches_grads(self._hooks_may_read(self._hooks.values()), kept)
+        if self._grads_detached:
             self._views.part()
         self.open, self._given_up = True, False
         self._next = 0
@@ -205,7 +209,7 @@ class Exchange:
         """End a backward: after this, every `.grad` is final."""
         self._launch_rest()
         self._recorder.end_backward()
-        self.launcher.settle(self._saved, separate=self._apart)
+        self.launcher.settle(self._saved, separate=self._grads_detached)
         self._saved.clear()
         self.clear_used()
         self.open = False
@@ -237,9 +241,9 @@ class Exchange:
                 slot.clear_view()
                 slot.view.zero_()
                 slot.parameter.grad = slot.view
-            elif slot.large or self._apart:
-                slot.take(self._scale, apart=self._apart)
-        if bucket.waiting and not self._apart:
+            elif slot.large or self._grads_detached:
+                slot.take(self._scale, apart=self._grads_detached)
+        if bucket.waiting and not self._grads_detached:
             bucket.take_small(self._scale)
 
     # What ends a step in another way, and the exchange.
@@ -250,7 +254,7 @@ class Exchange:
             slot.touched = False
 
     def abort_backward(self) -> None:
-        """Give up the step of a backward that an exception ended, and wait for what is on its way. Raises
+        """Give up the step of a backward that an exception ended, and wait for messages in flight. Raises
         CommunicationError where others did not fail, and did not wait to know that this one did.
         """
         if self.open:
@@ -268,10 +272,10 @@ class Exchange:
             )
 
     def give_up(self) -> None:
-        """Send what has not been sent, whatever it is, with the word that an exception ended this rank's backward: so
-        ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
+        """Send all unsent buckets and set the flag that an exception ended this rank's backward: so ranks' collectives
+        stay in step, wherever in the backward each of them failed, and the other ranks raise.
 
-        Nobody waits for what is on its way before the next backward, and a script zeroes gradients before that, maybe
+        No rank waits for messages in flight before the next backward, and a script zeroes gradients before that, maybe
         in place: `.grad`s leave the buckets, which are still written to.
         """
         if not (self.open or self._on_first_grad()):
@@ -299,7 +303,7 @@ class Exchange:
             slot.touched = slot.name in touched
 
     def close(self) -> None:
-        """Take the hooks off. `.grad`s stay what they are: views of buckets that nobody else writes to any more."""
+        """Take the hooks off. `.grad`s stay what they are: views of buckets that are no longer written to."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -322,7 +326,9 @@ class Exchange:
 def _gradient_ready(
     exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]
 ) -> None:
-    """The hook of each parameter's node; one Python frame, for it is all that a step costs for each gradient."""
+    """Take one gradient: the hook of each parameter's node, in one Python frame, which is the cost of a step per
+    gradient.
+    """
     here = exchange()
     if here is None or (gradients[0] is None and slot.parameter.grad is None):
         return  # a backward function gave None for it: as if this rank had not used it
@@ -337,12 +343,12 @@ def _gradient_ready(
     bucket = slot.bucket
     bucket.waiting -= 1
     try:
-        if slot.large or here._apart:
-            slot.take(here._scale, apart=here._apart)
+        if slot.large or here._grads_detached:
+            slot.take(here._scale, apart=here._grads_detached)
         if bucket.waiting:
             here._recorder.ready(slot.index)
             return
-        if not here._apart:
+        if not here._grads_detached:
             bucket.take_small(here._scale)
     except RuntimeError as error:
         raise_failed_move(error, bucket)

@@ -21,7 +21,7 @@ class GradientHook:
 
     It is on the node of autograd's that adds gradients up, as DDP's is: hooks on the parameter come before it,
     whenever they were registered. The parameter does not keep that node, so it is kept here. Node and hook live as
-    long as somebody keeps a graph, so `after` has to hold the session weakly.
+    long as a graph is kept, so `after` has to hold the session weakly.
     """
 
     __slots__ = ("_after", "_before", "_handles", "_node", "_parameter")
@@ -58,7 +58,7 @@ class GradientHook:
 
     @property
     def accompanied(self) -> bool:
-        """Whether somebody else has hooks on the node: torch keeps all that a program registers there in one dict."""
+        """True if a script has hooks on the node: torch keeps all that a program registers there in one dict."""
         return len(self._handles[0].hooks_dict_ref() or ()) > 1
 
 
@@ -82,8 +82,8 @@ class HookWatch:
         output.register_hook(hook)
         cls.own += 1
 
-    def may_look(self, on_nodes: Iterable[GradientHook]) -> bool:
-        """Tell, once in each backward, whether there may be hooks of the user's beside the session's `on_nodes`."""
+    def hooks_may_read(self, on_nodes: Iterable[GradientHook]) -> bool:
+        """Return, once in each backward, whether there may be hooks of the user's besides the session's `on_nodes`."""
         given = RemovableHandle.next_id - self.own
         news = given != self._given
         if news or self._found:
@@ -116,7 +116,7 @@ class ModulePreHook:
 
 class UpdateHooks:
     """Are called right before and right after an optimizer's update: all hooks of the user's on the step, whenever they
-    were registered, run outside of them, as they do where nobody shares or delays the step.
+    were registered, run outside of them, as they do if the step is neither sharded nor delayed.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ _update_hooks: weakref.WeakSet[UpdateHooks] = weakref.WeakSet()
 
 @functools.cache
 def _watch_updates() -> None:
-    """Once in a process, for good: torch calls the hooks on all optimizers before it looks at those of one."""
+    """Register, once in a process, a hook on all optimizers, which torch calls before it looks at those of one."""
 
     def before_any_step(optimizer: Optimizer, *_: Any) -> None:
         for hooks in list(_update_hooks):

@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model ranks exchange: all but those that the model has DDP ignore.
+"""The parameters and buffers of a model that ranks exchange: all but those that the model has DDP ignore.
 
 `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` says so, of experts of a rank's own, for example:
 they are neither broadcast nor averaged, may differ between ranks in shape and dtype, and each rank updates its own.

@@ -1,4 +1,4 @@
-"""How a model is attached: the options that `attach` takes, in one record."""
+"""The options that `attach` takes, in one record."""
 
 from __future__ import annotations
 

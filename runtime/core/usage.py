@@ -1,11 +1,11 @@
-"""Which gradients came on any rank: where ranks add messages up, and where each gets all that others say.
+"""Track which parameters were used on any rank (for `find_unused_parameters`), by sums of flags or by gathering them.
 
 A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from runtime.torch_compat import queued_to
 
 
 class UsageFlags:
-    """How many ranks produced each gradient: counters, as many to an element as the dtype sums exactly, behind the last
-    bucket.
+    """Counters of the ranks that produced each gradient, sent behind the last bucket; an element holds as many counters
+    as the dtype sums exactly.
     """
 
     def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:
@@ -27,17 +27,19 @@ class UsageFlags:
         self._per_element = max(1, exact_bits // self._bits)
         self._parameters, self._dtype, self.ranks = parameters, dtype, ranks
         self._counters = -(-parameters // self._per_element)
+        self._shifts = self._bits * torch.arange(self._per_element)
+        """Places of an element's counters, in bits."""
         self.elements = self._counters + 1
-        """How many elements carry the counters of all parameters, and the one of ranks that gave the step up."""
+        """Number of elements for the counters of all parameters and for that of ranks that gave the step up."""
 
     def lie_in(self, message: Message) -> None:
-        """Say where they are sent: in the last `elements` of a message."""
+        """Place them in the last `elements` of a message."""
         self._message = message
-        self._everything = self._pack(range(self._parameters)).to(message.flat.device)
+        self._everything = self._pack([]).to(message.flat.device)
 
     @property
     def on_host(self) -> bool:
-        """Whether the host waits for what comes anyway, and may look at it for nothing."""
+        """True if flags are on the host, which may read them without waiting for a device."""
         return self._message.flat.device.type == "cpu"
 
     @property
@@ -46,12 +48,10 @@ class UsageFlags:
 
     def write(self, unused: Sequence[int]) -> None:
         """Count this rank in, before the message leaves, for every parameter but the unused."""
-        left_out = set(unused)
-        used = (index for index in range(self._parameters) if index not in left_out)
-        self._tail.copy_(queued_to(self._pack(used), self._tail.device) if unused else self._everything)
+        self._tail.copy_(queued_to(self._pack(unused), self._tail.device) if unused else self._everything)
 
     def write_given_up(self) -> None:
-        """Say, before the message leaves, that an exception ended this rank's backward: it counts for no parameter."""
+        """Record, before the message is sent, that an exception ended this rank's backward: no parameter counts."""
         self._tail.zero_()
         self._tail[-1] = 1
 
@@ -63,21 +63,16 @@ class UsageFlags:
     def used_somewhere(self) -> set[int]:
         """Return, after the message has come, the parameters that any rank used. Waits for the device."""
         tail = self._tail.real if self._tail.is_complex() else self._tail
-        values = [int(value) for value in tail.double().cpu().tolist()]
-        if self._per_element == 1:
-            return {index for index, value in enumerate(values[: self._counters]) if value}
-        mask = (1 << self._bits) - 1
-        return {
-            index
-            for index in range(self._parameters)
-            if (values[index // self._per_element] >> (self._bits * (index % self._per_element))) & mask
-        }
+        counters = tail[: self._counters].double().cpu().long()[:, None] >> self._shifts
+        if self._per_element > 1:
+            counters &= (1 << self._bits) - 1
+        return set(counters.flatten()[: self._parameters].nonzero().flatten().tolist())
 
-    def _pack(self, used: Iterable[int]) -> Tensor:
-        packed = [0] * self.elements
-        for index in used:
-            packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
-        return torch.tensor(packed, dtype=torch.float64).to(self._dtype)
+    def _pack(self, unused: Sequence[int]) -> Tensor:
+        counters = torch.zeros(self.elements * self._per_element, dtype=torch.int64)
+        counters[: self._parameters] = 1
+        counters[list(unused)] = 0
+        return (counters.view(self.elements, -1) << self._shifts).sum(dim=1).to(self._dtype)
 
 
 def used_on_any(reported: Tensor) -> Tensor:
@@ -86,14 +81,14 @@ def used_on_any(reported: Tensor) -> Tensor:
 
 
 class GatheredUsage:
-    """What every rank says, as a message of its own behind the last bucket; see `UsageFlags`."""
+    """Flags of every rank, gathered in a message of their own behind the last bucket; see `UsageFlags`."""
 
     def __init__(self, gradients: int, ranks: int, device: torch.device) -> None:
         self._own = torch.ones(gradients + 1, dtype=torch.uint8, device=device)
-        """Of each gradient whether it came, and at last whether this rank gave the step up."""
+        """Flags of this rank: for each gradient whether it was produced, and at last whether the step was given up."""
         self.ranks, self._told = ranks, self._own.new_zeros(ranks, gradients + 1)
         self.on_host = device.type == "cpu"
-        """Whether the host waits for what comes anyway, and may look at it for nothing."""
+        """True if flags are on the host, which may read them without waiting for a device."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         return gather(self._told.view(-1), self._own, group)

@@ -17,7 +17,7 @@ class ViewGuard:
     """Looks once per step, some microseconds for a ResNet, at what happened to the buffers since the last one.
 
     - `parameter.grad.data = …` (also inside `model.half()`) gives the very tensor that is the bucket's view other
-      memory: what is written to it from then on would not travel.
+      memory: what is written to it from then on would not be sent.
     - `parameter.grad.detach()` or `.data`, kept by a script, is the bucket's memory: the next backward would write
       over it, where plain PyTorch would make new gradients after `zero_grad()`.
     - `parameter.grad.untyped_storage().resize_(0)` frees the memory of a whole message, which then gets another one.
@@ -34,7 +34,7 @@ class ViewGuard:
         self._uses = [(bucket, message, storage_uses(message.storage)) for bucket, message in messages]
 
     def restore(self) -> None:
-        """Point strayed views back into the buffer, and move buffers that somebody else looks at."""
+        """Point relocated views back into the buffer, and move buffers that a script looks at."""
         if [slot.view.data_ptr() for slot in self._slots] != self._addresses:
             for slot in self._slots:
                 if slot.view.data_ptr() != slot.address:
@@ -54,7 +54,7 @@ class ViewGuard:
             self._remember()
 
     def looked_at(self) -> list[tuple[BucketBuffer, Message]]:
-        """Return the messages whose memory somebody else has kept."""
+        """Return the messages whose memory a script has kept."""
         return [(bucket, message) for bucket, message, uses in self._uses if storage_uses(message.storage) > uses]
 
     def part(self) -> None:
@@ -66,8 +66,8 @@ class ViewGuard:
             self._remember()
 
     def others_kept(self, first: Slot | None) -> bool:
-        """Tell whether somebody has kept a `.grad` that is none of the views: they have to see what backward adds. The
-        gradient of `first` has come already; a new one is the backward's, too, and nobody else's.
+        """Return whether a script has kept a `.grad` that is none of the views: it has to see what backward adds. The
+        gradient of `first` has come already; a new one is the backward's, too, and no script's.
         """
         # No list of gradients: it would hold what is asked about.
         others = [(slot, _storage_of(slot.parameter)) for slot in self._slots if _is_apart(slot)]
@@ -105,4 +105,4 @@ def _references_alone() -> int:
 
 
 _ALONE = _references_alone()
-"""How many Python has of a `.grad` that nothing else holds."""
+"""Number of Python's references to a `.grad` that nothing else holds."""

@@ -120,7 +120,7 @@ class ModelWatch:
 
 
 def refuse_unplanned(name: str, _nothing: Any, gradients: tuple[Tensor | None]) -> None:
-    """The hook of a trainable parameter that the plan leaves out because it got no gradient when it was profiled."""
+    """Refuse a gradient of a trainable parameter that the plan leaves out because it got none when it was profiled."""
     if gradients[0] is None:
         return  # a backward function gave None for it
     raise InputError(

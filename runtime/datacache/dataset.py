@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runtime.comm.world import World, check_timeout_s
+from runtime.datacache.disk import used_bytes
 from runtime.datacache.fetching import Fetcher
 from runtime.datacache.node import CacheRequest, agree, check_bytes, check_folder, node_name, share
 from runtime.datacache.partition import Partition, numbered
@@ -26,12 +28,12 @@ from runtime.errors import CacheWarning, InputError, PlannerError
 from runtime.torch_compat import store_address
 
 TIMEOUT_S = 600.0
-"""Deadline of an exchange between nodes: a rank may evaluate or save meanwhile."""
+"""Deadline of an exchange between nodes, in seconds: a rank may evaluate or save meanwhile."""
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a node's caches did so far, in all its ranks and workers."""
+    """Counts of a node's caches so far, in all its ranks and workers."""
 
     memory_hits: int
     disk_hits: int
@@ -61,7 +63,7 @@ class CachedDataset(Dataset[Any]):
     (`datacache.RawDataset`), else decoded samples, which usually are larger.
 
     Nothing about the caches changes what a sample is, and nothing that goes wrong with them ends the run: then samples
-    come from the storage, which is counted (`stats()`) and said once (`runtime.CacheWarning`).
+    come from the storage, which is counted (`stats()`), with one warning (`runtime.CacheWarning`).
     """
 
     def __init__(
@@ -80,22 +82,24 @@ class CachedDataset(Dataset[Any]):
         probe: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Args:
-        dataset: map-style; equal samples from equal indices.
-        local_dir: a directory on a local disk, for level 1; None: none.
-        memory_bytes: of each node, for level 2; 0: none.
-        group: the ranks that read the dataset together; default: all of torch.distributed, or this process alone.
-        transform: (sample) → what the DataLoader gets; runs for every access.
-        disk_bytes: bound of everything in `local_dir`; default: what is there, and 90 % of what is free.
-        name: of the dataset in `local_dir`; default: a digest of everything that the object holds. Give one where it
-            cannot be pickled, or holds what differs between runs; and another one when the data changes.
-        node: names this machine; default: torchrun's node number, the host, and its view of processes.
-        seed: of the partition among nodes; equal on all ranks.
-        fetch: samples that another node holds are asked of it, batch by batch over the process group; needed for a
-            sampler with `full=True`. Then every rank has to read batches at the same steps.
-        probe: read some samples twice first, to find augmentation inside, types that cannot be stored, and data that
-            has changed.
-        timeout_s: deadline of waits for other ranks.
+        """Make the caches, or share those of the node.
+
+        Args:
+            dataset: map-style; equal samples from equal indices.
+            local_dir: a directory on a local disk, for level 1; None: none.
+            memory_bytes: memory of each node, for level 2; 0: none.
+            group: the ranks that read the dataset together; default: all of torch.distributed, or this process alone.
+            transform: (sample) → what the DataLoader gets; runs for every access.
+            disk_bytes: bound of everything in `local_dir`; default: what is there, and 90 % of what is free.
+            name: name of the dataset in `local_dir`; default: a digest of everything that the object holds. Give one
+                if it cannot be pickled, or holds what differs between runs; and another one when the data changes.
+            node: name of this machine; default: torchrun's node number, the host, and its view of processes.
+            seed: seed of the partition among nodes; equal on all ranks.
+            fetch: whether samples that another node holds are asked of it, batch by batch over the process group;
+                needed for a sampler with `full=True`. Then every rank has to read batches at the same steps.
+            probe: whether to read some samples twice first, to find augmentation inside, types that cannot be stored,
+                and data that has changed.
+            timeout_s: deadline of waits for other ranks, in seconds.
 
         Raises:
             InputError: on all ranks alike: a dataset, directory or bound is no good, or ranks differ in them.
@@ -108,7 +112,8 @@ class CachedDataset(Dataset[Any]):
             try:
                 self._source = Source(dataset)
                 check_bytes("memory_bytes", memory_bytes)
-                check_bytes("disk_bytes", disk_bytes, may_be_none=True)
+                if disk_bytes is not None:
+                    check_bytes("disk_bytes", disk_bytes)
                 folder = None if local_dir is None else check_folder(local_dir)
                 known_as = "" if folder is None else stored_as(name or identity(dataset), raw=self._source.raw)
                 mine = CacheRequest(folder, int(memory_bytes), disk_bytes, known_as, node_name(node),
@@ -120,8 +125,8 @@ class CachedDataset(Dataset[Any]):
             self.rank = world.rank
             self.partition = Partition(self._source.samples, numbered([one.node for one in everyone]), seed)
             self._node = self.partition.node_of_rank[self.rank]
-            self._memory, self._disk, self.raw_bytes = share(world, mine, self._source, self.partition, self._node)
-            """`raw_bytes`: size of the largest raw sample that was read at the start; 0 without `probe`."""
+            caches = share(world, mine, self._source, self.partition)
+            self._memory, self._disk, self.raw_bytes = caches.memory, caches.disk, caches.raw_bytes
             self._fetcher: Fetcher | None = None
             if fetch and self.partition.nodes > 1:
                 address = store_address()
@@ -135,11 +140,11 @@ class CachedDataset(Dataset[Any]):
             world.leave()
 
     def __len__(self) -> int:
-        """The number of samples when this was made."""
+        """Return the number of samples when this was made."""
         return self._source.samples
 
     def check_length(self) -> None:
-        """Raise InputError where the dataset's length is not what it was when this was made."""
+        """Raise InputError if the dataset's length is not what it was when this was made."""
         now = self._source.length()
         if now != len(self):
             raise InputError(
@@ -148,43 +153,32 @@ class CachedDataset(Dataset[Any]):
             )
 
     def __getitem__(self, index: int) -> Any:
-        """A sample, transformed. Raises IndexError, and whatever the dataset raises."""
+        """Return a sample, transformed. Raises IndexError, and whatever the dataset raises."""
         return self._transformed(self._sample(self._checked(index)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """A batch of samples, transformed; with `fetch` every rank has to read one at the same time.
+        """Return a batch of samples, transformed; with `fetch` every rank has to read one at the same time.
 
         Raises:
             CommunicationError: with `fetch`, a rank died or missed the deadline.
         """
         chosen = [self._checked(index) for index in indices]
-        if self._fetcher is None:
-            # What only the storage has, in the first epoch all, by one question to the disk.
-            missing = (
-                set()
-                if self._disk is None or len(chosen) == 1
-                else self._disk.missing(
-                    [i for i in chosen if (slot := self._slot(i)) < 0 or not self._memory.holds(slot)]
-                )
-            )
-            return [self._transformed(self._sample(index, on_disk=index not in missing)) for index in chosen]
-        # The samples that other nodes hold, by their place in the batch.
-        places: list[list[int]] = [[] for _ in range(self._fetcher.ranks)]
+        fetched = {} if self._fetcher is None else self._fetch(self._fetcher, chosen)
+        return [
+            self._transformed(fetched[place] if place in fetched else self._sample(index))
+            for place, index in enumerate(chosen)
+        ]
+
+    def _fetch(self, fetcher: Fetcher, chosen: Sequence[int]) -> dict[int, Any]:
+        """Return the samples that other nodes hold, by their place in the batch."""
+        places: list[list[int]] = [[] for _ in range(fetcher.ranks)]
         for place, node in enumerate(self.partition.owners(chosen)):
             if node != self._node:
                 there = self.partition.ranks_of(int(node))
                 places[there[self.rank % len(there)]].append(place)
-        wanted = [[chosen[place] for place in one] for one in places]
-        found = self._fetcher.exchange(wanted, self._flat)
-        self._memory.count("fetched", sum(map(len, wanted)))
-        samples = {
-            place: unpack(flat)
-            for places_there, flats in zip(places, found, strict=True)
-            for place, flat in zip(places_there, flats, strict=True)
-        }
-        return [
-            self._transformed(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)
-        ]
+        found = fetcher.exchange([[chosen[place] for place in one] for one in places], self._flat)
+        self._memory.count("fetched", sum(map(len, places)))
+        return {place: unpack(flat) for place, flat in zip(chain(*places), chain(*found), strict=True)}
 
     def _checked(self, index: int) -> int:
         found = operator.index(index)
@@ -196,20 +190,22 @@ class CachedDataset(Dataset[Any]):
         return sample if self.transform is None else self.transform(sample)
 
     def _slot(self, index: int) -> int:
-        """Where this node's memory may hold an index; negative where it has no place for it."""
+        """Return the place of an index in this node's memory; negative if it has none."""
         return self.partition.slot(index, self._node) if self._memory.slots else -1
 
-    def _sample(self, index: int, *, on_disk: bool = True) -> Any:
-        flat = self._held(index)
-        if flat is not None:
-            return unpack(flat)
+    def _sample(self, index: int) -> Any:
         if self._disk is None and not self._memory.slots:
             self._memory.count("source_reads")
             return self._source.sample(index)
         try:
-            raw = self._read(index, on_disk=on_disk)
-            # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
-            return unpack(self._keep(index, raw)) if self._memory.slots else self._source.decode(raw)
+            flat = self._held(index)
+            if flat is None:
+                raw = self._read(index)
+                if not self._memory.slots:
+                    return self._source.decode(raw)
+                # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
+                flat = self._keep(index, raw)
+            return unpack(flat)
         except Unstorable as error:
             self._memory.count("unstorable")
             if self._memory.first("unstorable"):
@@ -230,16 +226,16 @@ class CachedDataset(Dataset[Any]):
                              f"the dataset") from None  # fmt: skip
 
     def _held(self, index: int) -> Tensor | None:
-        """A copy of the flat sample in this node's memory, or None."""
+        """Return a copy of the flat sample in this node's memory, or None."""
         slot = self._slot(index)
         flat = self._memory.get(slot) if slot >= 0 else None
         if flat is not None:
             self._memory.count("memory_hits")
         return flat
 
-    def _read(self, index: int, *, on_disk: bool = True) -> bytes:
-        """Read a raw sample from the disk, where it may be `on_disk`, else from the storage, and store it."""
-        raw = self._disk.get(index) if self._disk is not None and on_disk else None
+    def _read(self, index: int) -> bytes:
+        """Read a raw sample from the disk, else from the storage, and store it."""
+        raw = self._disk.get(index) if self._disk is not None else None
         if raw is not None:
             self._memory.count("disk_hits")
             return raw
@@ -250,7 +246,7 @@ class CachedDataset(Dataset[Any]):
         return raw
 
     def _keep(self, index: int, raw: bytes) -> Tensor:
-        """Return the flat sample of raw bytes, which the node's memory gets if it has a place. Raises Unstorable."""
+        """Return the flat sample of raw bytes, and put it into the node's memory. Raises Unstorable."""
         flat = self._source.flat(raw)
         slot = self._slot(index)
         if slot >= 0:
@@ -260,16 +256,16 @@ class CachedDataset(Dataset[Any]):
     def sampler(
         self, *, shuffle: bool = True, full: bool = False, seed: int = 0, drop_last: bool = False
     ) -> CachedSampler:
-        """The sampler for this rank; see `CachedSampler`."""
+        """Return the sampler for this rank; see `CachedSampler`."""
         return CachedSampler(self, shuffle=shuffle, full=full, seed=seed, drop_last=drop_last)
 
     def stats(self) -> CacheStats:
-        """What this node's caches did so far."""
+        """Return the counts of this node's caches so far."""
         return CacheStats(
             **self._memory.counts(),
             samples_in_memory=self._memory.held,
             memory_used_bytes=self._memory.used_bytes,
-            disk_used_bytes=0 if self._disk is None else self._disk.used_bytes(),
+            disk_used_bytes=0 if self._disk is None else used_bytes(self._disk.folder),
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -277,6 +273,5 @@ class CachedDataset(Dataset[Any]):
         return self._disk is None or self._disk.flush(timeout_s)
 
     def close(self) -> None:
-        """Release the local disk; the next access opens it again."""
-        if self._disk is not None:
-            self._disk.close()
+        """Write to the disk what waits for that; the dataset can still be read."""
+        self.flush()

@@ -1,63 +1,78 @@
 """Level 1: raw samples of slow storage on the local disk, shared by the processes of a node and by later runs.
 
-A disk that does not work never stops a run: whatever goes wrong here, samples come from the storage again, which is
-counted, and said once on the node.
+    local_dir/DATASET/THOUSANDS/INDEX   one file for each sample: a checksum (4 bytes) and its raw bytes
+    local_dir/used                      the size of all of them, in bytes
+    local_dir/lock                      held while one is put in its place or evicted
+
+A sample is written under another name first, so that readers need no lock and a killed writer leaves nothing torn. A
+disk that does not work never stops a run: whatever goes wrong here, samples come from the storage again, which is
+counted, and a warning is given once on the node.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
-import sqlite3
+import shutil
 import threading
 import time
 import warnings
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
-from runtime.datacache.database import DAMAGED, FILE, Damaged, Database, batch_bytes
 from runtime.datacache.memory import NodeMemory
 from runtime.errors import CacheWarning
 
+LOCK, USED, UNFINISHED = "lock", "used", ".new"
+BLOCK_BYTES = 4096
+PER_FOLDER = 1000
+"""Samples in one folder."""
+BUSY_S = 10.0
+"""Longest wait for the lock, in seconds."""
+KEPT_FOR_S = 600.0
+"""A dataset that was read within this time, in seconds, is in use: another one does not evict it."""
 WAITING_BYTES = 32 * 2**20
-"""Samples that wait to be written, in each process; where the disk is slower than the storage, the rest is not kept."""
+"""Bound of the samples that wait to be written, in each process; if the disk is slower, others are not kept."""
 PAUSE_S = 30.0
-"""After a failure, and where the bound is reached, nothing is written for so long."""
-LOOK_S = 1.0
-"""How often a process looks whether the file is still there."""
+"""Seconds without writing after a failure, or once the bound is reached."""
 TOUCH_S = 60.0
-"""How often a process that only reads says that the dataset is in use."""
-LINGER_S = 0.1
-"""How long the first sample to be written waits for others."""
-IDLE_S = 2.0
-"""A writer that has had nothing to do for so long ends; the next sample starts another one."""
+"""Seconds between two records that the dataset is in use."""
 FLUSH_S = 4.0
-"""How long a process that ends waits for what is not written yet; DataLoader gives its workers 5 s."""
+"""Seconds that a process at its end waits for what is not written yet; DataLoader gives its workers 5 s."""
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskStore:
-    """The local disk of a node, for one dataset. Methods raise nothing but what `warnings` is told to raise."""
+    """The local disk of a node, for one dataset. Methods raise nothing but warnings that are turned into errors."""
 
     def __init__(
         self, folder: Path, bound_bytes: int, dataset: str, memory: NodeMemory, owned: np.ndarray | None = None
     ) -> None:
-        """See `Database`; `memory` is where the node counts, and remembers what was said."""
+        """Touch nothing on the disk yet.
+
+        Args:
+            folder: the directory that all datasets share.
+            bound_bytes: bound of all files in it.
+            dataset: tells this dataset from others.
+            memory: counts, and remembers which warnings were given.
+            owned: whether this node reads each sample (bool); None: all.
+        """
         self._given = folder, bound_bytes, dataset, memory, owned
-        self.folder = folder
-        self.bound_bytes = bound_bytes
-        self._memory = memory
-        self._batch_bytes = batch_bytes(bound_bytes)
-        # Readers do not wait for writers, where each has a connection.
-        self._reader = Database(folder, bound_bytes, dataset, owned)
-        self._writer = Database(folder, bound_bytes, dataset, owned)
+        self.folder, self.bound_bytes = folder, bound_bytes
+        self._own = folder / hashlib.sha1(dataset.encode()).hexdigest()
+        self._memory, self._owned = memory, owned
         self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,213 +83,217 @@ class DiskStore:
         self._process = os.getpid()
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._batch: list[tuple[int, bytes]] = []
-        self._touch = self._hurry = self._flushed_at_end = False
-        self._paused_until_s = self._unread_until_s = self._look_at_s = 0.0
-        self._touch_at_s = time.monotonic() + TOUCH_S
+        self._idle = threading.Condition()
+        self._lock = FileLock(self.folder / LOCK, timeout=BUSY_S)
+        self._writing = self._seen = False
+        self._paused_until_s = self._unread_until_s = self._touch_at_s = 0.0
+        # Runs at the end of DataLoader workers too, which atexit's functions do not.
+        util.Finalize(None, _flush, args=(weakref.ref(self),), exitpriority=100)
+
+    def _path(self, index: int) -> Path:
+        return self._own / str(index // PER_FOLDER) / str(index)
 
     def get(self, index: int) -> bytes | None:
-        """The raw sample, or None where it is not there, or damaged, or the disk does not work."""
+        """Return the raw sample, or None if it is not there, or damaged, or the disk does not work."""
         if self._process != os.getpid():
             self._begin()
         now_s = time.monotonic()
         if now_s < self._unread_until_s:
             return None
+        path = self._path(index)
         try:
-            if now_s >= self._look_at_s:
-                self._look_at_s = now_s + LOOK_S
-                # Somebody may have deleted the file: then a new one is made.
-                if not self._reader.is_there():
-                    self._reader.close()
-                    if self._memory.first("deleted"):
-                        self._say(f"{self._reader.path} was deleted while in use; a new one is made, and filled again")
-            raw = self._reader.get(index)
-        except Damaged:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            if self._seen and not self._own.exists():
+                self._seen = False
+                self._warn("deleted", f"{self._own} was deleted while in use; it is made and filled again")
+            return None
+        except OSError as error:
+            self._unread_until_s = now_s + PAUSE_S
+            self._failed(error, "read")
+            return None
+        self._seen = True
+        raw = content[4:]
+        if content[:4] != _checksum(index, raw):
             self._memory.count("corrupted")
-            if self._memory.first("corrupted"):
-                self._say(
-                    f"{self._reader.path}: the bytes of sample {index} are not those that were stored; it is read "
-                    f"again from the storage. Check the disk; stats().corrupted counts further ones"
-                )
-            try:
-                if not self._reader.read_only:
-                    self._reader.delete(index)
-            except (sqlite3.Error, OSError) as error:
-                self._failed(error, "write", self._reader)
+            self._warn(
+                "corrupted",
+                f"{path}: the bytes of sample {index} are not those that were stored; it is read again from the "
+                f"storage. Check the disk; stats().corrupted counts further ones",
+            )
+            with suppress(OSError):
+                self._evict([path])
             return None
-        except (sqlite3.Error, OSError) as error:
-            self._unread_until_s = time.monotonic() + PAUSE_S
-            self._failed(error, "read", self._reader)
-            return None
-        if raw is not None and now_s >= self._touch_at_s:
-            self._touch_at_s, self._touch = now_s + TOUCH_S, True
-            self._start_writer()
+        if now_s >= self._touch_at_s:
+            self._touch_at_s = now_s + TOUCH_S
+            with suppress(OSError):
+                os.utime(self._own)
         return raw
 
-    def missing(self, indices: Sequence[int]) -> set[int]:
-        """Those of a batch of samples that need not be looked for; none where the disk does not work, as `get` says."""
-        # Where it is time to look for the file, `get` finds out whether it is still there.
-        if self._process == os.getpid() and indices and self._unread_until_s <= time.monotonic() < self._look_at_s:
-            with suppress(sqlite3.Error, OSError):
-                return self._reader.missing(indices)
-        return set()
-
     def put(self, index: int, raw: bytes) -> None:
-        """Store a raw sample some time later; where that cannot be, count it."""
+        """Store a raw sample some time later; if that cannot be, count it."""
         if self._process != os.getpid():
             self._begin()
-        many = self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES
-        if many or time.monotonic() < self._paused_until_s:
+        if self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES:
             self._memory.count("not_stored")
             return
-        with self._wake:
+        with self._idle:
             self._waiting.append((index, raw))
             self._waiting_bytes += len(raw)
-            wake = len(self._waiting) == 1 or self._waiting_bytes >= self._batch_bytes
-        if wake:
             self._start_writer()
 
     def _start_writer(self) -> None:
-        with self._wake:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="datacache", daemon=True)
-                self._thread.start()
-            if not self._flushed_at_end:
-                self._flushed_at_end = True
-                # Runs at the end of DataLoader workers too, which atexit's functions do not.
-                util.Finalize(None, _flush, args=(weakref.ref(self),), exitpriority=100)
-            self._wake.notify_all()
-
-    def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all that this process has put is on the disk, or given up; False where the time did not do."""
-        if self._process != os.getpid() or not (self._waiting or self._batch):
-            return True
-        self._hurry = True
-        self._start_writer()
-        with self._wake:
-            done = self._wake.wait_for(lambda: not self._waiting and not self._batch, timeout_s)
-            self._hurry = False
-            return done
+        """Have a thread write what waits, unless one does; called with the lock."""
+        if self._waiting and not self._writing:
+            self._writing = True
+            threading.Thread(target=self._write_all, name="datacache", daemon=True).start()
 
     def _write_all(self) -> None:
-        """The thread that writes; it ends when there has been nothing to do for a while."""
         try:
-            while self._wait_for_work():
-                try:
-                    self._write(self._batch)
-                finally:
-                    with self._wake:
-                        self._batch = []
-                        self._wake.notify_all()
+            while self._waiting:
+                index, raw = self._waiting.popleft()
+                self._waiting_bytes -= len(raw)
+                self._write(index, raw)
         finally:
-            with self._wake:
-                if self._thread is threading.current_thread():
-                    self._thread = None
+            with self._idle:
+                self._writing = False
+                self._start_writer()  # for what was put meanwhile
+                self._idle.notify_all()
 
-    def _wait_for_work(self) -> bool:
-        with self._wake:
-            if not self._wake.wait_for(lambda: self._waiting or self._touch, IDLE_S):
-                # With the lock, or a sample that is put now would count on this thread.
-                self._thread = None
-                return False
-            # A transaction costs as much as some samples, so it waits for a few.
-            self._wake.wait_for(lambda: self._hurry or self._waiting_bytes >= self._batch_bytes, LINGER_S)
-            batch: list[tuple[int, bytes]] = []
-            size_bytes = 0
-            while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= self._batch_bytes):
-                batch.append(self._waiting.popleft())
-                size_bytes += len(batch[-1][1])
-            self._waiting_bytes -= size_bytes
-            self._batch, self._touch = batch, False
-            return True
-
-    def _write(self, batch: list[tuple[int, bytes]]) -> None:
+    def _write(self, index: int, raw: bytes) -> None:
+        stored, paused = False, time.monotonic() < self._paused_until_s
         try:
-            if not self._writer.is_there():
-                self._writer.close()
-            with self._writer.opened():
-                if self._writer.read_only:
-                    self._read_only(len(batch))
-                    return
-                stored = self._writer.put(batch)
-        except (sqlite3.Error, OSError) as error:
-            self._memory.count("not_stored", len(batch))
-            self._paused_until_s = time.monotonic() + PAUSE_S
-            self._failed(error, "write", self._writer)
-            return
-        if stored < len(batch):
-            self._memory.count("not_stored", len(batch) - stored)
-            self._paused_until_s = time.monotonic() + PAUSE_S
+            stored = not paused and self._store(index, raw)
+        except OSError as error:
+            self._failed(error, "write")
+        finally:
+            if not stored:
+                self._memory.count("not_stored")
+            if not stored and not paused:
+                self._paused_until_s = time.monotonic() + PAUSE_S
 
-    def _read_only(self, samples: int) -> None:
-        self._memory.count("not_stored", samples)
-        self._paused_until_s = time.monotonic() + PAUSE_S
-        if self._memory.first("read_only"):
-            self._say(
+    def _store(self, index: int, raw: bytes) -> bool:
+        """Write one sample; return whether there was room for it."""
+        path = self._path(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._seen = True
+        unfinished = self.folder / f"{os.getpid()}-{threading.get_ident()}{UNFINISHED}"
+        try:
+            unfinished.write_bytes(_checksum(index, raw) + raw)
+            with self._lock:
+                if path.exists():
+                    return True
+                excess_bytes = used_bytes(self.folder) + least_bound_bytes(len(raw)) - self.bound_bytes
+                if excess_bytes > 0 and self._evict(self._evictable(), excess_bytes) < excess_bytes:
+                    return False
+                self._add_used(stored_bytes(len(raw)))
+                unfinished.replace(path)
+                return True
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _add_used(self, size_bytes: int) -> None:
+        (self.folder / USED).write_text(str(used_bytes(self.folder) + size_bytes), encoding="ascii")
+
+    def _evictable(self) -> Iterator[Path]:
+        """Yield samples of datasets that no process has read for long, then those of this one that other nodes read."""
+        old_s = time.time() - KEPT_FOR_S
+        for used_s, folder in sorted((one.stat().st_mtime, one) for one in self.folder.iterdir()):
+            if used_s < old_s and folder.name.endswith(UNFINISHED):  # of a killed process
+                if not folder.name.startswith(f"{os.getpid()}-"):
+                    folder.unlink()
+            elif used_s < old_s and folder.is_dir() and folder != self._own:
+                yield from folder.glob("*/*")
+                shutil.rmtree(folder)
+        if self._owned is not None:
+            yield from (path for path in self._own.glob("*/*") if not self._owned[int(path.name)])
+
+    def _evict(self, paths: Iterator[Path] | list[Path], wanted_bytes: float = math.inf) -> int:
+        """Remove samples until so many bytes, and some more, are free; return how many are."""
+        freed_bytes = 0
+        with self._lock:
+            for path in paths:
+                freed_bytes += stored_bytes(path.stat().st_size - 4)
+                path.unlink()
+                if freed_bytes >= wanted_bytes + self.bound_bytes // 64:
+                    break
+            self._add_used(-freed_bytes)
+        return freed_bytes
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until all that this process has put is on the disk, or given up; return False after the timeout."""
+        if self._process != os.getpid():
+            return True
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._writing, timeout_s)
+
+    def _failed(self, error: OSError, doing: str) -> None:
+        """Warn of what is wrong with the disk."""
+        if doing == "write" and error.errno in READ_ONLY:
+            self._warn(
+                "read_only",
                 f"local_dir {self.folder}: cannot be written to; samples that are there are used, new ones are not "
-                f"stored. Make it writable, or name another directory"
+                f"stored. Make it writable, or name another directory",
+            )
+        elif error.errno in FULL:
+            self._warn(
+                "full",
+                f"local_dir {self.folder}: the disk is full; no more samples are stored, those that are there are "
+                f"used. Free some space, or give a smaller disk_bytes",
+            )
+        else:
+            self._warn(
+                doing,
+                f"local_dir {self.folder}: cannot {doing} samples ({error}); they come from the storage. Check the "
+                f"disk and its permissions",
             )
 
-    def _failed(self, error: Exception, doing: str, database: Database) -> None:
-        """Say what is wrong with the disk; a damaged file is made anew."""
-        name = getattr(error, "sqlite_errorname", "") or ""
-        if name.startswith(DAMAGED) or isinstance(error, sqlite3.NotSupportedError):
-            if self._memory.first("rebuilt"):
-                self._say(f"{database.path} is damaged ({error}); a new one is made, and filled again. Check the disk")
-            with suppress(OSError):  # said already; the next try comes after a pause
-                database.remove()
-                self._unread_until_s = self._paused_until_s = 0.0
-        elif not database.path.exists() and database.read_only:
-            self._read_only(0)
-        elif name == "SQLITE_FULL" or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            if self._memory.first("full"):
-                self._say(
-                    f"local_dir {self.folder}: the disk is full; no more samples are stored, those that are there are "
-                    f"used. Free some space, or give a smaller disk_bytes"
-                )
-        elif self._memory.first(doing):
-            self._say(
-                f"local_dir {self.folder}: cannot {doing} {FILE} ({error}); samples come from the storage. "
-                f"Check the disk and its permissions"
-            )
-
-    def _say(self, text: str) -> None:
-        warnings.warn(text, CacheWarning, stacklevel=2)
+    def _warn(self, notice: str, text: str) -> None:
+        """Give a warning, once on the node."""
+        if self._memory.first(notice):
+            warnings.warn(text, CacheWarning, stacklevel=2)
 
     def compare(self, samples: Mapping[int, bytes]) -> None:
-        """Throw the dataset's samples away where those that are stored are not what the storage has now."""
-        try:
-            stored = [(self._reader.get(index), raw) for index, raw in samples.items()]
-            if all(found is None or found == raw for found, raw in stored):
-                return
-            if self._reader.read_only:
-                self._unread_until_s = math.inf
-            else:
-                self._reader.forget()
-        except Damaged:
-            return  # found again, and said, when that sample's turn comes
-        except (sqlite3.Error, OSError) as error:
-            self._failed(error, "read", self._reader)
+        """Throw the dataset's samples away if those that are stored are not what the storage has now."""
+        if all(self.get(index) in (None, raw) for index, raw in samples.items()):
             return
-        if self._memory.first("changed"):
-            self._say(
-                f"local_dir {self.folder}: the dataset has changed since its samples were stored there under this "
-                f"name; they are not used, and stored anew"
-            )
+        try:
+            self._evict(self._own.glob("*/*"))
+        except OSError:  # it cannot be written to
+            self._unread_until_s = math.inf
+        self._warn(
+            "changed",
+            f"local_dir {self.folder}: the dataset has changed since its samples were stored there under this "
+            f"name; they are not used, and stored anew",
+        )
 
-    def used_bytes(self) -> int:
-        return self._reader.size_bytes()
 
-    def close(self) -> None:
-        """Write what waits, and release the file."""
-        self.flush()
-        for database in (self._reader, self._writer):
-            try:
-                database.close()
-            except sqlite3.Error as error:
-                self._failed(error, "write", database)
+def used_bytes(folder: Path) -> int:
+    """Return the size of all samples in a cache's directory, in whole blocks."""
+    try:
+        return int((folder / USED).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # new, or cut off
+        return sum(stored_bytes(path.stat().st_size - 4) for path in folder.glob("*/*/*"))
+
+
+def stored_bytes(size_bytes: int) -> int:
+    """Return what a raw sample of this size takes on the disk."""
+    return -(-(size_bytes + 4) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def least_bound_bytes(size_bytes: int) -> int:
+    """Return the least bound under which one sample of this size is kept."""
+    return stored_bytes(size_bytes) + BLOCK_BYTES
+
+
+def existing(folder: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists."""
+    return next((one for one in (folder, *folder.parents) if one.exists()), folder)
+
+
+def _checksum(index: int, raw: bytes) -> bytes:
+    """Return CRC-32 over a sample's index and bytes: one that is found in another's place counts as damaged."""
+    return zlib.crc32(raw, zlib.crc32(index.to_bytes(8, "little"))).to_bytes(4, "little")
 
 
 def _flush(store: weakref.ref[DiskStore]) -> None:

@@ -14,10 +14,8 @@ import importlib
 import io
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageFile
 from PIL.ImagePalette import ImagePalette
 from PIL.PngImagePlugin import iTXt
@@ -25,28 +23,33 @@ from PIL.TiffImagePlugin import IFDRational
 
 from runtime.datacache.unstorable import Unstorable
 
-State = tuple[Any, ...]
 Check = Callable[[Any, str], object]
-"""(value, its name); raises Unstorable where it is no plain value."""
+"""(value, its name); raises Unstorable unless it is a plain value."""
 
 _MODES = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I",
                     "F", "I;16", "I;16L", "I;16B", "I;16N"))  # fmt: skip
-"""Images that pixels and attributes describe."""
+"""Modes of images that pixels and attributes describe."""
 
 _APART = frozenset(("im", "_im", "pyaccess", "_mode", "_size", "palette", "_exif", "map"))
 """Attributes of a decoded image that are kept apart from others, or follow from them."""
 
 _HANDLES = {"PIL.PngImagePlugin.PngImageFile": ("_fp",), "PIL.WebPImagePlugin.WebPImageFile": ("_decoder",)}
-"""What decoded images of a single frame need no longer, by class."""
+"""Attributes that decoded images of a single frame no longer need, by class."""
+
+_UNSEEN = frozenset(("im", "_im", "pyaccess", "fp", "_fp", "map", "png", "_decoder", "load_read", "load_seek", "_exif",
+                     "_n_frames", "_is_animated"))  # fmt: skip
+"""Attributes in which an image and the same one opened anew may differ: handles, and what is found when asked for."""
 
 _FILE_CLASS = re.compile(r"PIL\.[A-Za-z0-9]+ImagePlugin\.[A-Za-z0-9]+ImageFile")
 
 _HINT = "return its copy() from the dataset, or convert it there"
 
 
-def plain_state(value: Any, check: Check) -> tuple[str, State] | None:
-    """Return (a key of `MAKE`, what to call that with) for what is Pillow's, which stays as it is; None for the rest.
-    Raises Unstorable: it cannot be kept exactly; the text says why, and what to do, but not of which value.
+def plain_state(value: Any, check: Check) -> tuple[str, tuple[Any, ...]] | None:
+    """Return (a key of `MAKE`, the arguments to call that with) for one of Pillow's values, else None.
+
+    Raises:
+        Unstorable: the value cannot be kept exactly; the text says why and what to do, but not of which value.
     """
     kind = type(value)
     if kind is iTXt:
@@ -62,97 +65,85 @@ def plain_state(value: Any, check: Check) -> tuple[str, State] | None:
     if own_file and (value.tile or vars(value).get("_im", vars(value).get("im")) is None):  # type: ignore[attr-defined]
         return "file", _file_state(value, name, "that is not decoded yet", decoded=False)
     try:
-        return "pixels", _pixel_state(value, name if own_file else "", check)
+        return "pixels", (_pixel_state(value, name if own_file else "", check),)
     except Unstorable as error:
         if own_file:
             return "file", _file_state(value, name, f"whose {error}", decoded=True)
         raise Unstorable(f"is a {name} whose {error}") from None
 
 
-def _pixel_state(image: Any, name: str, check: Check) -> State:
-    """What `_from_pixels` needs; `name`: of its class, empty for Pillow's plain one."""
+def _pixel_state(image: Any, name: str, check: Check) -> dict[str, Any]:
+    """Return a decoded image as plain values; `name`: its class, empty for Pillow's plain one."""
     if image.mode not in _MODES:
         raise Unstorable(f"mode is {image.mode!r} (try image.convert('RGB'))")
     exif = image._exif
     if exif is not None and exif._loaded_exif is None and exif._info is not None:
         raise Unstorable("EXIF data are read from its file as they are asked for")
-    handles = _HANDLES.get(name, ()) if vars(image).get("n_frames", 1) == 1 else ()
-    usual, skipped = vars(Image.Image()), _APART.union(handles)
-    attributes = {
-        attribute: value
-        for attribute, value in vars(image).items()
-        if attribute not in skipped and not (attribute in usual and usual[attribute] == value)
-    }
-    tags = None if exif is None else (
-        exif._loaded, exif._loaded_exif, dict(sorted(exif.items())), exif._hidden_data, exif._ifds
-    )  # fmt: skip
-    palette = _palette_state(image.palette)
+    skipped = _APART.union(_HANDLES.get(name, ()) if vars(image).get("n_frames", 1) == 1 else ())
+    state = {
+        "name": name,
+        "mode": image.mode,
+        "size": image.size,
+        "attributes": {attribute: value for attribute, value in vars(image).items() if attribute not in skipped},
+        "palette": _palette_state(image.palette),
+        "exif": None if exif is None else (
+            exif._loaded_exif, dict(sorted(exif.items())),
+            {"_loaded": exif._loaded, "_hidden_data": exif._hidden_data, "_ifds": exif._ifds},
+        ),
+    }  # fmt: skip
     # Attributes before pixels: those are what may be refused, and reading pixels takes note of a new palette.
-    for attribute, value in (*attributes.items(), ("palette", palette), ("getexif()", tags)):
+    for attribute, value in (*state["attributes"].items(), ("palette", state["palette"]), ("getexif()", state["exif"])):
         check(value, attribute)
     before = None if image.palette is None else dict(vars(image.palette))
-    pixels, colors = np.frombuffer(image.tobytes(), dtype=np.uint8), None
+    state["pixels"] = image.tobytes()
     if image.mode in ("P", "PA"):
         mode = image.im.getpalettemode()
-        colors = (bytes(image.getpalette(mode)), mode)
+        state["colors"] = bytes(image.getpalette(mode)), mode
     if before is not None:
         vars(image.palette).update(before)
-    return name, image.mode, image.size, pixels, attributes, palette, colors, tags
+    return state
 
 
-def _from_pixels(
-    name: str,
-    mode: str,
-    size: Any,
-    pixels: np.ndarray,
-    attributes: dict[str, Any],
-    palette: Any,
-    colors: Any,
-    tags: Any,
-) -> Image.Image:
-    image: Any = Image.frombytes(mode, size, pixels.data)
-    if colors is not None:
-        image.putpalette(*colors)
+def _from_pixels(state: Mapping[str, Any]) -> Image.Image:
+    """Return the image of a `_pixel_state`."""
+    image: Any = Image.frombytes(state["mode"], state["size"], state["pixels"])
+    if "colors" in state:
+        image.putpalette(*state["colors"])
         image.load()
-    image.palette = _palette(palette)
-    if name:
-        made = _class(name)
+    image.palette = _palette(state["palette"])
+    if name := state["name"]:
+        if not _FILE_CLASS.fullmatch(name):
+            raise ValueError(f"{name} is no class of Pillow's")
+        module, _, kind = name.rpartition(".")
+        made = getattr(importlib.import_module(module), kind)
         file = made.__new__(made)
         vars(file).update(vars(image))
         image = file
-    vars(image).update(attributes)
-    if tags is not None:
-        loaded, source, entries, hidden, directories = tags
+    vars(image).update(state["attributes"])
+    if state["exif"] is not None:
+        source, entries, attributes = state["exif"]
         exif = image._exif = Image.Exif()
         if source is not None:
             exif.load(source)
             for tag in list(exif):
                 del exif[tag]
         exif.update(entries)
-        exif._loaded, exif._hidden_data, exif._ifds = loaded, hidden, directories
+        vars(exif).update(attributes)
     return image  # type: ignore[no-any-return]
 
 
-@lru_cache
-def _class(name: str) -> Any:
-    module, _, found = name.rpartition(".")
-    if not _FILE_CLASS.fullmatch(name):
-        raise ValueError(f"{name} is no class of Pillow's")
-    return getattr(importlib.import_module(module), found)
-
-
 def _palette_state(palette: Any) -> dict[str, Any] | None:
-    """A palette's attributes, without what follows from others."""
+    """Return a palette's attributes as plain values."""
     if palette is None:
         return None
     state = dict(vars(palette))
-    if (colors := state.get("_colors")) is not None:
-        again = _palette(state | {"_colors": None})
-        state["_colors"] = None if again.colors == colors else list(colors.items())
+    if state.get("_colors") is not None:
+        state["_colors"] = list(state["_colors"].items())
     return state
 
 
-def _palette(state: dict[str, Any] | None) -> Any:
+def _palette(state: Mapping[str, Any] | None) -> Any:
+    """Return the palette of a `_palette_state`."""
     if state is None:
         return None
     palette: Any = ImagePalette()
@@ -162,8 +153,8 @@ def _palette(state: dict[str, Any] | None) -> Any:
     return palette
 
 
-def _file_state(image: Any, name: str, why: str, *, decoded: bool) -> State:
-    """What `_from_file` needs of an image; `why` its pixels and attributes do not do."""
+def _file_state(image: Any, name: str, why: str, *, decoded: bool) -> tuple[Any, ...]:
+    """Return the arguments of `_from_file` for an image, and `why` its pixels and attributes are not kept instead."""
     file = vars(image).get("_fp") or image.fp
     try:
         place = file.tell()
@@ -172,14 +163,15 @@ def _file_state(image: Any, name: str, why: str, *, decoded: bool) -> State:
         file.seek(place)
     except (AttributeError, OSError, ValueError):
         raise Unstorable(f"is a {name} {why}, and its file is closed ({_HINT})") from None
-    state = np.frombuffer(raw, dtype=np.uint8), image.tell(), decoded, image._exclusive_fp, image.filename
+    state = raw, image.tell(), decoded, image._exclusive_fp, image.filename
     if not _same(image, _from_file(*state), decoded=decoded):
         raise Unstorable(f"is a {name} {why}, and is not what its file gives (changed, or another frame) ({_HINT})")
     return state
 
 
-def _from_file(raw: np.ndarray, frame: int, decoded: bool, exclusive: bool, filename: str) -> Any:
-    image: Any = Image.open(io.BytesIO(raw.data))
+def _from_file(raw: bytes, frame: int, decoded: bool, exclusive: bool, filename: str) -> Any:
+    """Return the image of a file's bytes, at a frame."""
+    image: Any = Image.open(io.BytesIO(raw))
     if frame:
         image.seek(frame)
     if decoded:
@@ -192,13 +184,8 @@ def _from_file(raw: np.ndarray, frame: int, decoded: bool, exclusive: bool, file
     return image
 
 
-_UNSEEN = frozenset(("im", "_im", "pyaccess", "fp", "_fp", "map", "png", "_decoder", "load_read", "load_seek", "_exif",
-                     "_n_frames", "_is_animated"))  # fmt: skip
-"""Attributes in which an image and the same one opened anew may differ: handles, and what is found when asked for."""
-
-
 def _same(image: Any, again: Any, *, decoded: bool) -> bool:
-    """Whether an image is what opening its file gave; `again` is of no use afterwards."""
+    """Return whether an image is what opening its file gave; `again` must not be used afterwards."""
     if type(image) is not type(again) or (not decoded and image.tell() != 0):
         return False
     one, other = ({name: item for name, item in vars(both).items() if name not in _UNSEEN} for both in (image, again))
@@ -215,13 +202,10 @@ def _same(image: Any, again: Any, *, decoded: bool) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return dict(one) == dict(other)
     if isinstance(one, ImagePalette):
-        return _palette_state(one) == _palette_state(other)
-    return one == other if isinstance(one, str | bytes | bytearray | int | float | tuple | list) else True
+        return type(one) is type(other) and _palette_state(one) == _palette_state(other)
+    plain = isinstance(one, str | bytes | bytearray | int | float | tuple | list | Mapping)
+    return type(one) is type(other) and (not plain or one == other)
 
 
 MAKE: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Which node keeps which samples in memory, and in which order ranks read those of an epoch.
+"""The partition of samples among nodes, and the order in which ranks read those of an epoch.
 
 Pure functions of seed, epoch and what was read already, which every process computes alike.
 """
@@ -27,14 +27,16 @@ class Partition:
 
     @property
     def nodes(self) -> int:
+        """Number of nodes."""
         return max(self.node_of_rank) + 1
 
     def ranks_of(self, node: int) -> list[int]:
+        """Return the ranks of a node."""
         return [rank for rank, one in enumerate(self.node_of_rank) if one == node]
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where each node's part begins among the drawn indices, and the end of the last one."""
+        """Begin of each node's part among the drawn indices, and the end of the last one."""
         ranks = np.bincount(self.node_of_rank, minlength=self.nodes)
         return [int(before) * self.samples // len(self.node_of_rank) for before in (0, *np.cumsum(ranks))]
 
@@ -44,35 +46,37 @@ class Partition:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """Index → its place among the drawn ones."""
+        """Return the place of each index among the drawn ones."""
         places = np.empty(self.samples, dtype=np.int64)
         places[self._drawn] = np.arange(self.samples)
         return places
 
     def part(self, node: int) -> np.ndarray:
-        """The indices of a node, in ascending order (int64)."""
+        """Return the indices of a node, in ascending order (int64)."""
         if self.nodes == 1:
             return np.arange(self.samples)
         return np.sort(self._drawn[self.bounds[node] : self.bounds[node + 1]])
 
     def size(self, node: int) -> int:
+        """Return the number of a node's samples."""
         return self.bounds[node + 1] - self.bounds[node]
 
     def slot(self, index: int, node: int) -> int:
-        """The place of an index among a node's; negative where it is another node's."""
+        """Return the place of an index among a node's; negative if it is another node's."""
         if self.nodes == 1:
             return index
         place = int(self._places[index]) - self.bounds[node]
         return place if 0 <= place < self.size(node) else -1
 
     def owners(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the node of each index (int64)."""
         if self.nodes == 1:
             return np.zeros(len(indices), dtype=np.int64)
         owners: np.ndarray = np.searchsorted(self.bounds, self._places[np.asarray(indices)], side="right") - 1
         return owners
 
     def owned(self, node: int) -> np.ndarray | None:
-        """Per index, whether it is the node's (bool); None where there is one node."""
+        """Return for each index whether it is the node's (bool); None if there is one node."""
         return None if self.nodes == 1 else self.owners(np.arange(self.samples)) == node
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -80,18 +84,18 @@ class Partition:
 
 
 def numbered(names: Sequence[object]) -> tuple[int, ...]:
-    """Numbers for nodes by name: 0 for the first rank's, then in order of appearance."""
-    numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+    """Number nodes by name: 0 for the first rank's, then in order of appearance."""
+    order = list(dict.fromkeys(names))
+    return tuple(map(order.index, names))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What orders follow, beside the epoch; equal on all ranks."""
+    """Options of a sampler that decide the order of an epoch; equal on all ranks."""
 
     shuffle: bool
     full: bool
-    """Over all samples, instead of within each node's."""
+    """Whether to shuffle over all samples, instead of within each node's."""
     seed: int
     drop_last: bool
 
@@ -112,8 +116,8 @@ def per_rank(samples: int, ranks: int, drop_last: bool) -> int:
 def epoch_orders(partition: Partition, rules: Rules, epoch: int, before: tuple[Stage, ...] = ()) -> np.ndarray:
     """Return indices by rank and place (int64, `[ranks, samples per rank]`).
 
-    Without `before`, a whole epoch. With it, what remains of an epoch after these stages, dealt out evenly to the ranks
-    of `partition`, whoever keeps them in memory.
+    Without `before` it is a whole epoch. With it, it is what remains of an epoch after these stages, dealt out evenly
+    to the ranks of `partition`, whichever node keeps it in memory.
     """
     if not before:
         if not rules.full:
@@ -135,18 +139,18 @@ def epoch_orders(partition: Partition, rules: Rules, epoch: int, before: tuple[S
 
 
 def _dealt(indices: np.ndarray, ranks: int, drop_last: bool) -> np.ndarray:
-    """Indices in turn to ranks, the first ones again where they do not divide."""
+    """Deal indices to ranks, one by one; the first ones again if ranks do not divide them."""
     each = per_rank(len(indices), ranks, drop_last)
     return _filled(indices, each * ranks).reshape(each, ranks).T
 
 
 def _filled(indices: np.ndarray, length: int) -> np.ndarray:
-    """The first `length` indices, over and over again where there are fewer."""
+    """Return the first `length` indices, over and over again if there are fewer."""
     return np.resize(indices, length) if len(indices) else np.empty(0, dtype=np.int64)
 
 
 def _parted(partition: Partition, rules: Rules, epoch: int) -> np.ndarray:
-    """Every node's own indices, shuffled among its ranks; nodes have as many as their ranks read, or are filled up."""
+    """Return every node's own indices, shuffled among its ranks; filled up, if they are fewer than its ranks read."""
     ranks = len(partition.node_of_rank)
     orders = np.empty((ranks, per_rank(partition.samples, ranks, rules.drop_last)), dtype=np.int64)
     for node in range(partition.nodes):

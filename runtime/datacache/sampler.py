@@ -1,8 +1,9 @@
-"""The sampler of a cached dataset: which indices this rank reads in an epoch, so that the caches are hit."""
+"""The sampler of a cached dataset: the indices that this rank reads in an epoch, so that the caches are hit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,21 +33,24 @@ class CachedSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """Args:
-        dataset: knows the ranks, and which node holds what.
-        shuffle: anew in each epoch; else in ascending order.
-        full: shuffle over all samples, in the very order of DistributedSampler, instead of within each node's.
-            Samples of other nodes then come from the storage, or from these nodes with `CachedDataset(fetch=True)`.
-        seed: of the shuffling.
-        drop_last: leave out what ranks do not divide, instead of reading some samples twice.
+        """Make a sampler for this rank.
+
+        Args:
+            dataset: knows the ranks, and which node holds what.
+            shuffle: whether to shuffle in each epoch; else indices ascend.
+            full: whether to shuffle over all samples, in the very order of DistributedSampler, instead of within each
+                node's. Samples of other nodes then come from the storage, or from these nodes with
+                `CachedDataset(fetch=True)`.
+            seed: seed of the shuffling.
+            drop_last: whether to leave out what ranks do not divide, instead of reading some samples twice.
         """
         self.dataset = dataset
         self.rules = Rules(shuffle, full, seed, drop_last)
         self.epoch = 0
         self._before: tuple[Stage, ...] = ()
-        """What other numbers of ranks did of this epoch."""
+        """Parts of this epoch that other numbers of ranks did."""
         self._skip = 0
-        """How many samples each of these ranks did of it, before that was cut off."""
+        """Samples that each of these ranks did of it, before it was interrupted."""
         self._begun = False
 
     @property
@@ -55,18 +59,18 @@ class CachedSampler(Sampler[int]):
         return len(self.dataset.partition.node_of_rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that the next iteration is. One that a checkpoint left in the middle goes on there."""
+        """Name the epoch that the next iteration is. One that a checkpoint left in the middle continues there."""
         if epoch != self.epoch:
             self._before, self._skip, self._begun = (), 0, False
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Samples that this rank reads in this iteration, or the next one where none has begun."""
+        """Return the number of samples that this rank reads in this iteration, or in the next one if none has begun."""
         whole = per_rank(len(self.dataset), self.num_replicas, self.rules.drop_last)
         return (int(self._orders().shape[1]) if self._before else whole) - self._skip
 
     def __iter__(self) -> Iterator[int]:
-        """Raise InputError where the dataset's length has changed."""
+        """Return the indices of an epoch. Raises InputError if the dataset's length has changed."""
         self.dataset.check_length()
         if self._begun:  # once more, without set_epoch: the whole epoch
             self._before, self._skip = (), 0
@@ -77,14 +81,14 @@ class CachedSampler(Sampler[int]):
         return epoch_orders(self.dataset.partition, self.rules, self.epoch, self._before)
 
     def state_dict(self, samples_done: int) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on in the middle of the epoch, on as many ranks or others: plain JSON.
+        """Return, as plain JSON, what `load_state_dict` needs to continue in the middle of the epoch, on any ranks.
 
         Args:
-            samples_done: how many samples of this iteration each rank has trained on: its steps × batch size. The
+            samples_done: samples of this iteration that each rank has trained on: its steps × batch size. The
                 sampler cannot know, since workers read ahead.
 
         Raises:
-            InputError: there are not so many.
+            InputError: the iteration has fewer samples.
         """
         if not 0 <= samples_done <= len(self):
             raise InputError(f"samples_done: found {samples_done}, expected 0 to {len(self)}, the samples of a rank in "
@@ -97,19 +101,19 @@ class CachedSampler(Sampler[int]):
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be as it was for an epoch to go on."""
-        rules = self.rules
-        return {"samples": len(self.dataset), "partition_seed": self.dataset.partition.seed, "shuffle": rules.shuffle,
-                "full": rules.full, "seed": rules.seed, "drop_last": rules.drop_last}  # fmt: skip
+        """Return what has to be as it was for an epoch to continue."""
+        return {
+            "samples": len(self.dataset), "partition_seed": self.dataset.partition.seed, **asdict(self.rules)
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called: the next iteration reads what remains of the epoch, each sample once.
 
-        Every rank calls it with the same state. With other ranks than then, what remains is dealt out anew, and read by
-        whichever rank, whoever holds it.
+        Every rank calls it with the same state. With other ranks than then, what remains is dealt out anew, whichever
+        node holds it.
 
         Raises:
-            InputError: the state is of another dataset or other rules, or is none.
+            InputError: the state is of another dataset or other rules, or is damaged.
         """
         for name, here in self._identity().items():
             if name not in state or state[name] != here:

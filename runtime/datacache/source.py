@@ -29,19 +29,19 @@ class RawDataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """The raw sample, from slow storage: the bytes of a JPEG, say."""
+        """Return the raw sample from slow storage, such as the bytes of a JPEG."""
         ...
 
     def decode(self, raw: bytes) -> Any:
-        """The sample, by computation alone; equal bytes give equal samples."""
+        """Return the sample, by computation alone; equal bytes give equal samples."""
         ...
 
 
 class Source:
-    """A map-style dataset, raw or not, behind one interface."""
+    """A map-style dataset, raw or not, with one interface."""
 
     def __init__(self, dataset: Any) -> None:
-        """Raise InputError where the dataset is none, or has no samples."""
+        """Raise InputError if the dataset is not map-style, or has no samples."""
         self.dataset = dataset
         self.raw = isinstance(dataset, RawDataset)
         indexed = callable(getattr(type(dataset), "__getitem__", None)) and not isinstance(dataset, IterableDataset)
@@ -55,7 +55,7 @@ class Source:
             raise InputError("dataset: found one without samples, expected at least one; check where it looks for them")
 
     def length(self) -> int:
-        """The dataset's length now; `samples` is what it was at the start."""
+        """Return the dataset's length now; `samples` is what it was at the start."""
         try:
             return len(self.dataset)
         except TypeError as error:
@@ -76,20 +76,20 @@ class Source:
         return bytes(found)
 
     def sample(self, index: int) -> Any:
+        """Read a sample."""
         return self.dataset.decode(self.read(index)) if self.raw else self.dataset[index]
 
     def decode(self, raw: bytes) -> Any:
+        """Return the sample of raw bytes."""
         return self.dataset.decode(raw) if self.raw else from_bytes(raw)
 
     def flat(self, raw: bytes) -> Tensor:
-        """The flat sample of raw bytes. Raises Unstorable."""
-        if self.raw:
-            return pack(self.dataset.decode(raw))
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        """Return the flat sample of raw bytes. Raises Unstorable."""
+        return pack(self.dataset.decode(raw)) if self.raw else torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def stored_as(name: str, *, raw: bool) -> str:
-    """What samples are found by on the disk. Flat ones hold what this version, and Pillow's, can read."""
+    """Return the name on the disk; of flat samples, with the versions, ours and Pillow's, that can read them."""
     if raw:
         return name
     try:
@@ -114,30 +114,33 @@ def identity(dataset: Any) -> str:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave the random numbers of Python, NumPy and torch as if nobody had drawn any."""
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Restore the random states of Python, NumPy and torch at the end."""
+    kept = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
 
 
 def probe(source: Source, indices: Sequence[int], *, decoded: bool) -> tuple[dict[int, bytes], int, int]:
-    """Read samples twice: (raw bytes by index, size of the largest one raw, decoded and flat).
+    """Read samples twice.
 
     Args:
-        source: whose dataset is copied first.
+        source: its dataset is copied first.
         indices: at least one.
-        decoded: whether decoded samples will be stored; else sizes of those are 0, where they cannot be.
+        decoded: whether decoded samples will be stored; else sizes of those that cannot be are 0.
+
+    Returns:
+        Raw bytes by index, the size of the largest one, and of the largest one decoded and flat.
 
     Raises:
         InputError: two reads of one sample differ, so that augmentation is inside, or it cannot be stored.
     """
     found: dict[int, bytes] = {}
     flat_bytes = 0
-    # Of a copy, where there can be one: files that a dataset opens when it is first read are not for forked workers.
+    # Of a copy, if there can be one: files that a dataset opens when it is first read are not for forked workers.
     source = copy.copy(source)
     with suppress(Exception):
         source.dataset = copy.copy(source.dataset)
@@ -146,11 +149,7 @@ def probe(source: Source, indices: Sequence[int], *, decoded: bool) -> tuple[dic
             try:
                 raw = found[index] = source.read(index)
                 again = raw if source.raw else source.read(index)
-                same = raw == again
-                if source.raw:
-                    flat, flat_again = source.flat(raw), source.flat(raw)
-                    same = torch.equal(flat, flat_again)
-                    flat_bytes = max(flat_bytes, flat.numel())
+                flat, flat_again = source.flat(raw), source.flat(again)
             except Unstorable as error:
                 if source.raw and not decoded:
                     continue
@@ -158,10 +157,10 @@ def probe(source: Source, indices: Sequence[int], *, decoded: bool) -> tuple[dic
                     f"dataset: sample {index}: {error}, which cannot be stored; expected {STORABLE}: convert it in the "
                     f"dataset, or, where it is made at random, in transform="
                 ) from None
-            if not same:
+            flat_bytes = max(flat_bytes, flat.numel())
+            if not torch.equal(flat, flat_again):
                 raise InputError(
                     f"dataset: sample {index} differs between two reads, expected the same; a cache would repeat one "
                     f"of them for ever: move random augmentation to transform=, which runs after the cache"
                 )
-    raw_bytes = max(map(len, found.values()))
-    return found, raw_bytes, flat_bytes if source.raw else raw_bytes
+    return found, max(map(len, found.values())), flat_bytes

@@ -6,6 +6,6 @@ from typing import Any
 
 
 class Unstorable(Exception):
-    """A sample holds something that cannot be stored; the text says where and of which type."""
+    """A sample that no cache can hold; the text says which part of it, and of which type that is."""
 
     sample: Any = None

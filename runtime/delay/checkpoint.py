@@ -1,4 +1,4 @@
-"""What sessions with a delay save, and whether it fits: the same ranks, workers and buckets go on with it."""
+"""The state that sessions with a delay save, and checks that the same ranks, workers and buckets continue from it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 VERSION = 2
-"""Of what is saved. Version 1, which names none, has other names of two entries."""
+"""Version of the saved state. Version 1, which names none, has other names of two entries."""
 RENAMED = {"told": "reported", "words": "distance"}
-"""Name in version 1 → now."""
+"""Names in version 1, and those of today."""
 
 KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "pace", "workers"}
 DELAYED_KEYS = KEYS | {
@@ -76,7 +76,7 @@ ELSEWHERE = (
     "go on as the run began, or end the delay there first (session.switch to a plan without one, then save): from "
     "there any number of ranks may go on, with any plan"
 )
-"""What to do with the state of other ranks, workers or buckets, by which other ranks own each part of the weights."""
+"""Hint for the state of other ranks, workers or buckets, with which other ranks own each part of the weights."""
 
 
 def _upgraded(state: Any) -> Any:
@@ -97,7 +97,7 @@ def own_state(given: Any, rank: int, ranks: int, workers: int, buckets: list[lis
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: list[Any] = list(given) if several else [given]
     for one in everyone or [None]:
-        if not isinstance(one, Mapping) or not {"ranks", "rank", "delay"} <= set(one):
+        if not isinstance(one, Mapping) or any(key not in one for key in ("ranks", "rank", "delay")):
             raise InputError(
                 "found no state of a run with delay, expected what Session.state_dict() returned of one: go on with "
                 "the plan that the run began with"

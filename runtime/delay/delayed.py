@@ -45,6 +45,8 @@ from runtime.plan.combinations import DELAY
 from runtime.torch_compat import is_out_of_memory
 
 Stage = Literal["warm-up", "delayed", "synchronous"]
+OVER: Stage = "synchronous"
+"""Stage of a run whose delay has ended, or has not been possible."""
 
 SGD_ONLY = ("dampening", "maximize", "differentiable", "fused")
 """Options of torch.optim.SGD that owners do not have. A fused step is scaled by a GradScaler itself, and what takes its
@@ -154,7 +156,7 @@ class Delayed(Mode, StepHooks):
         self.spec, self._optimizer = plan.delay, host.optimizer
         self.stage: Stage = "warm-up"
         self.steps = plan.delay.steps
-        """k: shortened where ranks drift apart."""
+        """Steps between two pulls (k); shortened if ranks drift apart."""
         self.staleness, self.pace = Staleness(), Pace(host.recorder.clock, self.steps)
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._device = next(iter(self._parameters.values())).device
@@ -172,13 +174,13 @@ class Delayed(Mode, StepHooks):
         self._own = LocalWeights(plan.delay, self._parameters, self._groups)
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._updated = 0
-        """How many steps had been exchanged at the optimizer's last one."""
+        """Number of exchanged steps at the optimizer's last step."""
         self._done_by_owners: int | None = None
-        """The step whose gradients owners have used, so that the optimizer has to pass over them."""
+        """Step whose gradients owners have used, so that the optimizer must not use them again."""
         self._norms: Tensor | None = None
-        """Of the weights, where a step has come without one of the optimizer's. Shape (parameters,)."""
+        """Norms of the weights, after an exchange without an optimizer's step. Shape (parameters,)."""
         self._places: dict[str, int] | None = None
-        """While ranks are delayed, by name: where the weights lay after the last update."""
+        """Addresses of the weights after the last update, by name, while ranks are delayed."""
 
     @property
     def own_weights(self) -> bool:
@@ -211,7 +213,7 @@ class Delayed(Mode, StepHooks):
 
     def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for a step of another optimizer than the attached one with this model's parameters."""
-        if self.stage == "synchronous":
+        if self.stage == OVER:
             return
         held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         name = next((self._names[one] for one in held if one in self._names), None)
@@ -226,7 +228,7 @@ class Delayed(Mode, StepHooks):
     def exchanged(self) -> None:
         """See `Mode.exchanged`. Raises InputError where weights have changed, and not by an optimizer's step."""
         first = self.host.step == 1
-        if self.stage == "synchronous" or (self._updated == self.host.step - 1 and not first):
+        if self.stage == OVER or (self._updated == self.host.step - 1 and not first):
             self._norms = None
             return
         parameters = [parameter.detach() for parameter in self._parameters.values() if parameter.numel()]
@@ -247,7 +249,7 @@ class Delayed(Mode, StepHooks):
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Let the optimizer pass over pushed gradients. Raises InputError for closures, other groups, moved weights."""
         groups = self._optimizer.param_groups
-        if self.stage == "synchronous" and self._done_by_owners != self.host.step:
+        if self.stage == OVER and self._done_by_owners != self.host.step:
             return
         if any(callable(one) for one in (*arguments[1:], *keywords.values())):
             raise InputError(
@@ -370,7 +372,7 @@ class Delayed(Mode, StepHooks):
             warnings.warn(
                 f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning, stacklevel=4
             )
-            self.stage = "synchronous"
+            self.stage = OVER
             return
         while len(self._lrs) < self.steps:  # with less warm-up than k
             self._lrs.append(rates)
@@ -384,7 +386,7 @@ class Delayed(Mode, StepHooks):
 
         Where owners have used the gradients of a backward whose optimizer's step is yet to come, that step passes over.
         """
-        pushes, self.stage = self._pushes, "synchronous"
+        pushes, self.stage = self._pushes, OVER
         if pushes is None:
             return
         pushes.come()

@@ -1,4 +1,4 @@
-"""The buckets of a plan with delay: gradients are pushed to the owners of the global weights, and nobody waits.
+"""The buckets of a plan with delay: gradients are pushed to the owners of the global weights, and no rank waits.
 
     bucket complete   ─▶ its push of the step before has ended; its gradients are copied and leave
     end of backward   ─▶ `.grad`s are this worker's own; behind the last push is sent what all have to know of the step,
@@ -43,25 +43,25 @@ HEAD = 1 + len(NO_DISTANCE) + len(NO_TIMING)
 """Entries of the metadata that workers send each other, before those of gradients."""
 HEAD_BYTES = HEAD * torch.float64.itemsize
 KEPT_PULLS = 2
-"""With k = 1 the next pull begins before the last one is taken."""
+"""Number of pulls in flight: with k = 1 the next one begins before the last one is taken."""
 
 
 @dataclass(eq=False)
 class PendingPull:
-    """Global weights on their way to this rank, or there."""
+    """Global weights in flight to this rank, or there."""
 
     step: int
-    """After whose pushes they are the weights."""
+    """Step after whose pushes they are the weights."""
     sent: CommTiming
     whole: list[list[Tensor]]
-    """By bucket and message, all parts one after the other."""
+    """All parts of the weights, one after the other, by bucket and message."""
     parts: list[list[Tensor]]
-    """By bucket and message, where nodes have several ranks, what comes to this one between nodes."""
+    """Parts that come to this rank between nodes, by bucket and message, if nodes have several ranks."""
 
 
 @dataclass(eq=False)
 class StepEpilogue:
-    """What follows a step's last push, with which all workers' metadata have come."""
+    """The end of a step, after its last push, which brought all workers' metadata."""
 
     server: Server
     rates: Rates
@@ -71,8 +71,8 @@ class StepEpilogue:
     links: NodeLinks | None
     """Hands weights that were pulled between nodes to the node's other ranks."""
     reported: Tensor | None = None
-    """Of every worker whether its gradients were finite, what `Staleness.measure` said, what `Pace.delayed_step` did.
-    Shape (workers, HEAD)."""
+    """Every worker's head: whether its gradients were finite, then the results of `Staleness.measure` and of
+    `Pace.delayed_step`. Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         self.reported, used = unpack_metadata(self.metadata)
@@ -131,7 +131,7 @@ class PushResiduals(ErrorFeedback):
 
 
 class Pushes(Launcher):
-    """How buckets are sent while ranks are delayed (see `runtime.core.exchange.Launcher`), and what they bring back."""
+    """The `Launcher` of delayed ranks: sends buckets as pushes, and receives pulls."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Pushes(Launcher):
         ranks_per_node = topology.ranks_per_node
         self.buckets, self.communicator, self._recorder = buckets, communicator, recorder
         self.scale = 1.0 / ranks_per_node
-        """`.grad`s stay this worker's own."""
+        """Factor of gradients: `.grad`s stay this worker's own."""
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         metadata_bytes = HEAD_BYTES + len(self._slots)
         self.server = Server(
@@ -174,25 +174,25 @@ class Pushes(Launcher):
                 [IntraNodeAllReduce(one, ranks_per_node, metadata_bytes if one is shards[-1] else 0) for one in shards]
                 for shards in self.server.shards
             ]
-            """By bucket and message."""
+            """All-reduces inside the node, by bucket and message."""
         self._optimizer, self._loss_scale, self._workers = optimizer, loss_scale, topology.num_nodes
         self._before: dict[int, CommTiming] = {}
         self._finite: list[Tensor] = []
         self.finite = torch.tensor(True)
-        """Whether this worker's gradients of the last step are (0-d)."""
+        """Whether this worker's gradients of the last step are finite. Scalar."""
         self._used = torch.zeros(0, dtype=torch.bool)
-        """Of each gradient of the last step, whether this worker has one."""
+        """Flag of each gradient of the last step: whether this worker has one."""
         self.distance = NO_DISTANCE
-        """What `Staleness.measure` has found since the last push, for the metadata behind the next one."""
+        """Result of `Staleness.measure` since the last push, for the metadata behind the next one."""
         self.pace = NO_TIMING
-        """What `Pace.delayed_step` has found, for the metadata behind the next push."""
+        """Result of `Pace.delayed_step`, for the metadata behind the next push."""
         self._end: StepEpilogue | None = None
         self.reported: Tensor | None = None
-        """What all workers said behind an earlier step's. Shape (workers, entries)."""
+        """Heads that all workers sent behind an earlier step's pushes. Shape (workers, entries)."""
         self._pulls_at = pulls_at
         self.step = 0
         self.pulls: deque[PendingPull] = deque()
-        """The last ones, until a local update takes them."""
+        """The last pulls, until a local update takes them."""
         self._spare: list[PendingPull] = []
 
     def push_as(self, index: int, compressor: CompressorSpec) -> None:
@@ -271,7 +271,7 @@ class Pushes(Launcher):
         return self._end
 
     def _room(self, step: int, sent: CommTiming) -> PendingPull:
-        """Return memory for all weights that nothing on its way is written to and nobody reads."""
+        """Return memory for all weights that no message in flight is written to and that is not read."""
         if self._spare:
             return replace(self._spare.pop(), step=step, sent=sent)
         whole = [[shard.whole() for shard in shards] for shards in self.server.shards]
@@ -306,7 +306,7 @@ class Pushes(Launcher):
         self.pulls.append(pulled)
 
     def give_back(self, pulled: PendingPull) -> None:
-        """Reuse the memory of a pull that nobody reads any more."""
+        """Reuse the memory of a pull that is no longer read."""
         self._spare.append(pulled)
 
     def weights(self, whole: list[list[Tensor]]) -> dict[str, Tensor]:
@@ -327,7 +327,7 @@ class Pushes(Launcher):
                 kept.give_back()
 
     def give_up(self, bucket: BucketBuffer) -> None:
-        """See `Launcher.give_up`: pushes what is not finite, which is no step of anybody's: owners leave it out."""
+        """Push what is not finite (see `Launcher.give_up`): owners leave such a step out."""
         for message in bucket.messages:
             message.flat.fill_(math.nan)
 

@@ -18,7 +18,7 @@ from runtime.delay.server import Rates
 from runtime.plan import DelaySpec
 
 Gradients = Mapping[int, Tensor]
-"""By `id` of the parameter."""
+"""Gradients by `id` of the parameter."""
 
 
 class LocalWeights:
@@ -30,11 +30,11 @@ class LocalWeights:
         parameters: Mapping[str, nn.Parameter],
         groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
     ) -> None:
-        """`groups`: of the optimizer, names and parameters."""
+        """Keep the parameters by name, and with their names by group of the optimizer."""
         self._spec, self._parameters, self._groups = spec, parameters, groups
         self._before: dict[str, Tensor] = {}
         self._aside: tuple[dict[str, Tensor], list[Tensor]] | None = None
-        """The rank's own weights and buffers, where the model has others for a while."""
+        """The rank's own weights and buffers, while the model has others."""
 
     def begin(self) -> None:
         # All ranks have the global weights now.
@@ -49,7 +49,7 @@ class LocalWeights:
 
     @contextmanager
     def aside(self, buffers: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, parameters and buffers may have other values; `state` tells the rank's own, which come back."""
+        """Allow other values of parameters and buffers inside; `state` returns the rank's own, which are restored."""
         before, own = self._aside, (clones(self._parameters), [buffer.detach().clone() for buffer in buffers])
         self._aside = before or own
         try:
@@ -74,7 +74,7 @@ class LocalWeights:
                 glu(self._spec, weights, [gradient for _, _, gradient in found], before, values, lr_sum)
 
     def state(self, buffers: Sequence[Tensor]) -> dict[str, Any]:
-        """Copies; what `load` continues from, and the rank's own `buffers`."""
+        """Return copies: what `load` continues from, and the rank's own `buffers`."""
         own, own_buffers = self._aside or (self._parameters, buffers)
         return {
             "weights": clones(own), "buffers": [buffer.detach().clone() for buffer in own_buffers],

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.by_device import make_communicator
-from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.direct import by_message
 from runtime.comm.collectives.phases import add_up, gather
 from runtime.comm.communicator import CommTiming, Communicator, Payload, nothing
 from runtime.comm.topology import Topology
@@ -53,7 +53,7 @@ class NodeLinks:
     def __init__(self, groups: NodeGroups, buckets: int, device: torch.device) -> None:
         grid = groups.grid
         self.inside, self.between, self.spread = (
-            make_communicator(part, [push_pull] * buckets, device, grid.world, across_steps=True)
+            make_communicator(part, [by_message] * buckets, device, grid.world, across_steps=True)
             for part in (grid.inside, grid.between, groups.spread)
         )
 
@@ -102,10 +102,10 @@ class IntraNodeAllReduce:
 
 @dataclass(frozen=True, eq=False)
 class IntraNodeBroadcast:
-    """Weights that ranks with this rank's place own, on their way to the node's other ranks."""
+    """Weights that ranks with this rank's place own, sent to the node's other ranks."""
 
     whole: Tensor
-    """Becomes all weights. Shape (ranks · share,)."""
+    """Memory of all weights. Shape (ranks · share,)."""
     part: Tensor
     """Shape (node_share,)."""
 
@@ -117,7 +117,7 @@ def communicator_of(groups: NodeGroups | None, world: World, buckets: int, devic
     """Return what carries a delay: between nodes where these are the workers, else between ranks."""
     if groups is not None:
         return NodeLinks(groups, buckets, device)
-    return make_communicator(world, [push_pull] * buckets, device, across_steps=True)
+    return make_communicator(world, [by_message] * buckets, device, across_steps=True)
 
 
 def workers_of(plan: Plan, world: World) -> Topology:

@@ -1,4 +1,4 @@
-"""How a vector of gradients gets to those who own its parts: whole, selected or narrowed, with metadata behind it.
+"""Pushes of a vector of gradients to the owners of its parts: whole, selected or narrowed, and metadata behind it.
 
 Every peer owns one part of the vector, and all parts but the last ones are equally long. A worker sends each peer as
 many bytes, so that sizes need not be sent: of a bucket that selects, the largest elements of each owner's part by
@@ -25,7 +25,7 @@ from runtime.sparse.compressed import ResidualBuffers
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.compressors.wire import NO_RESIDUAL, StepResidual, WireCompressor
 from runtime.sparse.samples import Rounding
 
 WORD_BYTES = 8
@@ -34,14 +34,14 @@ INDEX = torch.int32
 
 
 class Rows:
-    """What a rank sends to each of its peers, and gets from each: a body and metadata behind it, as bytes."""
+    """The bytes that a rank sends to each of its peers, and receives from each: a body and metadata behind it."""
 
     def __init__(self, peers: int, body_bytes: int, metadata_bytes: int, device: torch.device) -> None:
         self._body = _rounded(body_bytes)
         self.sent = torch.zeros(peers, self._body + _rounded(metadata_bytes), dtype=torch.uint8, device=device)
         """Shape (peers, bytes)."""
         self.received = torch.zeros_like(self.sent)
-        """What every peer has sent. Shape (peers, bytes)."""
+        """Rows received from every peer. Shape (peers, bytes)."""
 
     def body(self, of: Tensor, dtype: torch.dtype, elements: int, begin_bytes: int = 0) -> Tensor:
         """Return a part of the body of `sent` or `received`. Shape (peers, elements)."""
@@ -91,7 +91,7 @@ class Push(Protocol):
         ...
 
     def add_up(self, total: Tensor) -> None:
-        """All peers' parts have come: `total`, 1-D of `share` elements, becomes their sum, in order of rank."""
+        """Add up the parts of all peers, which have come, in order of rank, into `total`. Shape (share,)."""
         ...
 
     def residual(self) -> Tensor | None:
@@ -125,7 +125,7 @@ class WholePush:
 
 
 class _WithResidual:
-    """What pushes with a residual have in common."""
+    """A push with a residual."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -133,12 +133,12 @@ class _WithResidual:
         self._addend = torch.zeros(elements, dtype=self.dtype, device=device)
 
     def scaled(self, vector: Tensor, scale: float) -> Tensor:
-        """In the dtype that is added up in."""
+        """Return the vector, scaled, in the dtype that is added up in."""
         return torch.mul(vector.to(self.dtype), scale, out=self._addend)
 
 
 class SelectedPush(_WithResidual):
-    """Of each owner's part some elements: values, and their places within the part."""
+    """A push of some elements of each owner's part: values, and their places within the part."""
 
     def __init__(
         self, compressor: SparseCompressor, elements: int, share: int, peers: int, dtype: torch.dtype,
@@ -188,7 +188,7 @@ class SelectedPush(_WithResidual):
 
 
 class NarrowedPush(_WithResidual):
-    """All elements in fewer bytes, added up in a wider dtype."""
+    """A push of all elements in fewer bytes, added up in a wider dtype."""
 
     def __init__(
         self, compressor: WireCompressor, elements: int, share: int, peers: int, dtype: torch.dtype,
@@ -224,10 +224,10 @@ class NarrowedPush(_WithResidual):
             watched.keep(addend, lambda: old, step, start=self._first, elements=self._elements)
         for peer in range(len(self._sent)):
             part = slice(peer * self._share, (peer + 1) * self._share)
-            before, after = (old[part], new[part]) if self._compressor.error_feedback else (None, None)
+            kept = StepResidual(old[part], new[part]) if self._compressor.error_feedback else NO_RESIDUAL
             seed = seed_of(f"{self._place}\n{peer}", step)
-            self._compressor.compress(addend[part], before, after, self._sent[peer : peer + 1], self._cut, seed)
-        if watched is not None:  # now, for nobody waits until the sums have come
+            self._compressor.compress(addend[part], kept, self._sent[peer : peer + 1], self._cut, seed)
+        if watched is not None:  # now, for no rank waits until the sums have come
             watched.part_arrived(self.sent(), self._first)
         self.held.commit(finite)
 

@@ -27,10 +27,10 @@ from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 
 HYPERPARAMETERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-"""Of a parameter group, what its owners need."""
+"""Options of a parameter group that its owners need."""
 
 Pieces = dict[str, dict[str, Any]]
-"""What a rank owns of each parameter: `start`, `weights` and `momentum` (None: none yet), 1-D in memory order, whose
+"""A rank's part of each parameter: `start`, `weights` and `momentum` (None: none yet), 1-D in memory order, whose
 `stride` it has."""
 
 Rates = Sequence[Mapping[str, Any]]
@@ -51,9 +51,9 @@ class Piece:
 
     slot: Slot
     start: int
-    """In the parameter's elements, in memory order."""
+    """First element, in the memory order of the parameter."""
     place: slice
-    """In the shard."""
+    """Place in the shard."""
     weights: nn.Parameter
     """1-D; a part of the shard."""
     gradient: Tensor
@@ -88,7 +88,7 @@ class Shard(Part):
         """The node's gradients, of those that ranks with this place own. Shape (node_share,); None: all are pushed."""
         first = self.place.start
         self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
-        """In a vector of all parts, the elements that this rank pushes."""
+        """Elements that this rank pushes, in a vector of all parts."""
         self._per_node, self._metadata_bytes = ranks_per_node, metadata_bytes
         self.push = self._make_push(compressor)
         self.compresses = not isinstance(self.push, WholePush)
@@ -117,7 +117,7 @@ class Shard(Part):
 
     @property
     def place(self) -> slice:
-        """In a vector of all parts, those of owners with this rank's place."""
+        """Parts of owners with this rank's place, in a vector of all parts."""
         first = self.rank * self.share // self.node_share * self.node_share if self.node_share else 0
         return slice(first, first + self.node_share)
 
@@ -134,24 +134,24 @@ class Shard(Part):
         return whole
 
     def pack(self, scale: float, finite: Tensor, step: int = 0) -> None:
-        """`vector`, times `scale`, is what is pushed; see `Push`."""
+        """Pack `vector`, times `scale`, for the next push; see `Push`."""
         self.push.pack(self.vector, scale, finite, step)
 
     @property
     def vector(self) -> Tensor:
-        """What is pushed: the bucket's gradients, or those that this rank has of the node's. 1-D."""
+        """Vector to push: the bucket's gradients, or this rank's part of the node's. 1-D."""
         if self.of_node is None:
             return self.message.flat[: self.numel]
         return self.of_node[: self._mine.stop - self._mine.start]
 
     @property
     def k(self) -> int:
-        """How many elements each worker pushes; 0 where they are not selected."""
+        """Number of elements that each worker pushes; 0 if they are not selected."""
         push = self.push
         return min(self.numel, self._per_node * push.selected) if isinstance(push, SelectedPush) else 0
 
     def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """See `runtime.sparse.samples.Selecting`; nobody but the owners has the sums."""
+        """Add up residuals and selections of all ranks (see `runtime.sparse.samples.Selecting`)."""
         push = self.push
         assert isinstance(push, SelectedPush)
         both = push.residual().new_zeros(2, self.numel)
@@ -191,7 +191,7 @@ class Shard(Part):
 
 
 class Server:
-    """What one rank owns of all buckets, and the optimizer that updates it."""
+    """One rank's shards of all buckets, and the optimizer that updates them."""
 
     def __init__(
         self, buckets: Sequence[BucketBuffer], optimizer: torch.optim.Optimizer, rank: int, workers: Topology,
@@ -216,7 +216,7 @@ class Server:
             ]
             for bucket in buckets
         ]  # fmt: skip
-        """By bucket and message."""
+        """Shards by bucket and message."""
         self._sgd = self._make_optimizer(optimizer)
         for shard in self._all_shards:
             momenta = {

@@ -1,10 +1,10 @@
-"""How far ranks are from the global weights while they are delayed, and when that is too far.
+"""The distance of ranks from the global weights while they are delayed, and its bounds.
 
-At each pull a worker knows how far its own weights have gone from the global ones, and tells the others behind its next
-push. Two measures say whether that is far: the weights themselves, and what synchronous training moved them by in k
-steps at the end of the warm-up (a mean of several times k steps), per unit of learning rate, which schedulers change.
-Where workers stay too far by both for some pulls, k is halved; with k = 1 the run goes back to synchronous steps. All
-ranks have the same figures at the same step, and decide alike.
+At each pull a worker knows how far its own weights have gone from the global ones, and sends that to the others behind
+its next push. Two measures say whether that is far: the weights themselves, and what synchronous training moved them by
+in k steps at the end of the warm-up (a mean of several times k steps), per unit of learning rate, which schedulers
+change. Where workers stay too far by both for some pulls, k is halved; with k = 1 the run goes back to synchronous
+steps. All ranks have the same figures at the same step, and decide alike.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ movement, and above this share of the weights: after convergence a single noisy 
 by. The first is more than twice what healthy runs came to, and what diverges passes both within a few pulls
 (docs/results/delay.md has the figures)."""
 WINDOWS = 8
-"""Times k steps at the end of the warm-up over which its movement is averaged: one alone may be small by chance."""
+"""Number of times k steps at the end of the warm-up over which its movement is averaged."""
 KEPT = 1000
 NO_DISTANCE = (0.0, 0.0, 0.0)
-"""Told in steps without a pull: (whether there is a distance, per unit of learning rate, as a share of the weights)."""
+"""Sent in steps without a pull: (whether there is a distance, per unit of learning rate, as a share of the weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """At one pull, over all ranks."""
+    """The distance of all ranks at one pull."""
 
     step: int
     mean: float
@@ -82,7 +82,7 @@ class Staleness:
         self._snapshot: dict[str, Tensor] | None = None
         self._lr_since = 0.0
         self._moved: list[float] = []
-        """In each k of the last steps of the warm-up, per unit of learning rate."""
+        """Movement in each k of the last steps of the warm-up, per unit of learning rate."""
         self._base: float | None = None
         self._alarms = 0
         """Pulls in a row in which ranks were too far."""

@@ -1,4 +1,4 @@
-"""FSDP2's collectives on hosts without accelerators, beside computation: there its own block until they are done.
+"""FSDP2's collectives on hosts without accelerators, overlapped with computation: its own block until they are done.
 
 A gather is begun where FSDP2 asks for it and waited for where FSDP2 needs it. FSDP2 does not wait for reduce-scatters:
 one is left under way only where nothing reads its result before backward ends, and then waited for before `backward()`
@@ -36,11 +36,11 @@ from runtime.torch_compat import (
 )
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Of models whose messages go over one group: what one rank sends for a model must not come to another one's."""
+"""Numbers of models whose messages share a group: a message of one model must not be received for another."""
 
 
 def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float | None = None) -> HostCollectives:
-    """Let the collectives of a model that `fully_shard` has wrapped go on beside its computation, on CPUs.
+    """Overlap the collectives of a model that `fully_shard` has wrapped with its computation, on CPUs.
 
     Every rank calls it, for several models in the same order. `timeout_s`: deadline of every wait; default: the process
     group's own.
@@ -74,7 +74,7 @@ class HostCollectives:
         number = next(_numbers.setdefault(group, itertools.count()))
         self.messages = SerialMessages(self.world.timeout_s, number)
         self.arrived: Callable[[float], None] | None = None
-        """Called whenever a message is there, with the seconds for which this rank has waited for it."""
+        """Called whenever a message is complete, with the seconds for which this rank has waited for it."""
         self._buffers = plan.reduce_scatter_max_input_buffers or 1
         self._left: list[NamedWork] = []
         self._backward = OUTSIDE
@@ -109,7 +109,7 @@ class HostCollectives:
 
 
 def _own(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
-    """The parameters below a module, but not below modules of other groups."""
+    """Return the parameters below a module, but not below modules of other groups."""
     own = list(module.parameters(recurse=False))
     for child in module.children():
         if id(child) not in others:
@@ -140,14 +140,14 @@ class NamedWork(dist.Work):
 
 
 class _Allocating:
-    """Where messages lie: in memory of their own."""
+    """Allocates memory for messages."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class HostGather(_Allocating):
-    """For `set_custom_all_gather`."""
+    """The all-gather of a group of modules, for `set_custom_all_gather`."""
 
     def __init__(self, collectives: HostCollectives, name: str) -> None:
         self._collectives, self._what = collectives, f"the all-gather of {name or 'the model itself'}"
@@ -160,7 +160,7 @@ class HostGather(_Allocating):
 
 
 class HostScatter(_Allocating):
-    """For `set_custom_reduce_scatter`."""
+    """The reduce-scatter of a group of modules, for `set_custom_reduce_scatter`."""
 
     def __init__(
         self, collectives: HostCollectives, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
@@ -191,7 +191,7 @@ class HostScatter(_Allocating):
             ours.leave(work)
 
     def _read_at_once(self, output: Tensor, *, divided: bool) -> bool:
-        """Whether FSDP2, or a hook, reads the result before backward ends: divides, casts, adds or looks at it."""
+        """Return whether FSDP2, or a hook, reads the result before backward ends: divides, casts or adds it."""
         if not divided or has_all_reduce_hook(self._module):
             return True
         return any(

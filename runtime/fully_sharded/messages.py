@@ -29,11 +29,11 @@ from runtime.torch_compat import receive, send, wait_for
 TAG = 0x5D0000
 """Tells these messages from what else ranks of a group send one another."""
 PIECE_BYTES = 2**18
-"""What is received before it is added up: one piece comes while another one is added."""
+"""Bytes that are received before they are added up: one piece is received while another one is added."""
 _Ring = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
-"""What a message becomes, what it is made of, and among whom."""
+"""(result, own part, ranks) → sends and receives of one message."""
 _Calls = SimpleQueue[Callable[[], None] | None]
-"""What a thread carries, one after the other; None ends it."""
+"""Calls of a thread, one after the other; None ends it."""
 
 
 def _work(calls: _Calls) -> None:
@@ -78,7 +78,7 @@ class SerialMessages:
 
     def _begin(self, ring: _Ring, to: Tensor, of: Tensor, group: dist.ProcessGroup) -> Future[None]:
         message: Future[None] = Future()
-        # The thread keeps what it was given until after it has told that the call is over.
+        # The thread keeps what it was given until after it has reported that the call is over.
         self._calls.put(partial(self._carry, message, ring, [of, to], group))
         return message
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runtime.checks.plan import dtype_name, model_fingerprint
 from runtime.comm.world import RankInfo, World, agree, deadlines
@@ -22,7 +23,6 @@ from runtime.torch_compat import is_compiled, is_sharded, is_wrapped, names_igno
 from runtime.version import __version__
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 BUFFERS = "set_reduce_scatter_max_input_buffers"
@@ -47,7 +47,7 @@ def fully_shard(
         mesh: of all ranks of torch.distributed: 1-D, or for plans with `shard_ranks` 2-D with names, the inner
             dimension of which holds one copy of the parameters; default: made of all ranks.
         mp_policy: FSDP2's, for every group; a plan with `reduce_dtype` adds that. Predictions are of parameters that
-            travel in their own dtype.
+            are sent in their own dtype.
         timeout_s: deadline for the other ranks to come here; default: the process group's own.
 
     Returns:
@@ -96,7 +96,7 @@ def problem_with(
     model: nn.Module, plan: Plan, ranks: int, mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> str | None:  # fmt: skip
-    """Return the first reason why FSDP2 cannot wrap this model as the plan says on so many ranks, or None."""
+    """Return the first reason why FSDP2 cannot wrap this model by the plan on this number of ranks, or None."""
     spec = plan.fsdp2
     if spec is None:
         return (
@@ -116,7 +116,7 @@ def problem_with(
             f"(`planner optimize --parallel fsdp2 --ranks {ranks}`)"
         )
     return (
-        spec.problem(ranks, "the plan's fsdp2")
+        spec.problem_on(ranks, "the plan's fsdp2")
         or _mesh_problem(spec, ranks, mesh)
         or _policy_problem(spec, mp_policy)
         or _model_problem(model)
@@ -251,10 +251,10 @@ def group_words(group: str) -> str:
 
 
 def _version_problem(spec: FullyShardPlan) -> str | None:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed import fsdp  # costs seconds
 
     wanted = spec.reduce_scatter_max_input_buffers
-    if wanted in (None, 1) or hasattr(FSDPModule, BUFFERS):
+    if wanted in (None, 1) or hasattr(fsdp.FSDPModule, BUFFERS):
         return None
     lost_us = spec.lost_without_buffers_us
     lost = "" if lost_us is None else f", without which a step takes {lost_us / 1e3:.3g} ms longer, as predicted"
@@ -265,8 +265,6 @@ def _version_problem(spec: FullyShardPlan) -> str | None:
 
 
 def _mesh_of(model: nn.Module, spec: FullyShardPlan, ranks: int) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
     device = next(model.parameters()).device.type
     if device == "meta":
         device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
@@ -279,12 +277,13 @@ def _mesh_of(model: nn.Module, spec: FullyShardPlan, ranks: int) -> DeviceMesh:
 def _wrap(
     model: nn.Module, spec: FullyShardPlan, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy | None
 ) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
-    from torch.distributed.fsdp import fully_shard as wrap
+    from torch.distributed import fsdp  # costs seconds
 
     options: dict[str, Any] = {"mesh": mesh}
     if spec.reduce_dtype is not None:
-        mp_policy = dataclasses.replace(mp_policy or Policy(), reduce_dtype=getattr(torch, spec.reduce_dtype))
+        mp_policy = dataclasses.replace(
+            mp_policy or fsdp.MixedPrecisionPolicy(), reduce_dtype=getattr(torch, spec.reduce_dtype)
+        )
     if mp_policy is not None:
         options["mp_policy"] = mp_policy
     modules: Mapping[str, Any] = dict(model.named_modules(remove_duplicate=False))
@@ -294,8 +293,8 @@ def _wrap(
         group = spec.groups[index]
         found = [modules[name] for name in group]
         keep = spec.reshard_after_forward.get(group[0])
-        wrap(found if len(found) > 1 else found[0], reshard_after_forward=keep, **options)
-    wrap(model, reshard_after_forward=spec.reshard_after_forward.get(ROOT), **options)
+        fsdp.fully_shard(found if len(found) > 1 else found[0], reshard_after_forward=keep, **options)
+    fsdp.fully_shard(model, reshard_after_forward=spec.reshard_after_forward.get(ROOT), **options)
     for name, targets in spec.forward_prefetch.items():
         modules[name].set_modules_to_forward_prefetch([modules[target] for target in targets])
     for name, targets in spec.backward_prefetch.items():

@@ -1,4 +1,7 @@
-"""What runs the kernels of a device, and why nothing does."""
+"""Backends that run the kernels of a device, and reasons why there is none.
+
+The one for CUDA is imported when it is needed: it keeps what it compiles in files, by a module that needs pydantic.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ class Backend(Protocol):
     """Launches kernels of a program on one device."""
 
     def blocks(self, program: Program, kernel: str) -> int:
-        """How many blocks of it the device runs at once."""
+        """Return the number of its blocks that the device runs at once."""
         ...
 
     def launch(self, program: Program, kernel: str, grid: int, arguments: ctypes.Array[ctypes.c_uint64]) -> None:
-        """Queues a kernel of `grid` blocks on the current stream; `arguments` are the words of its struct."""
+        """Queue a kernel of `grid` blocks on the current stream; `arguments` are the words of its struct."""
         ...
 
 
 _installed: dict[str, Backend] = {}
-"""By type of device; in place of what `backend_for` would find."""
+"""Backends by type of device, in place of what `backend_for` would find."""
 
 
 def backend_for(device: torch.device) -> Backend | None:
@@ -55,7 +58,7 @@ def usable(device: torch.device) -> str | None:
 
 @contextmanager
 def installed(device_type: str, backend: Backend) -> Iterator[None]:
-    """Within it, kernels of a type of device run elsewhere: the source itself on the host, in tests."""
+    """Run kernels of a type of device elsewhere within it: the source itself on the host, in tests."""
     before = _installed.get(device_type)
     _installed[device_type] = backend
     try:

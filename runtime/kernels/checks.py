@@ -1,4 +1,4 @@
-"""What the kernels are given, against what they expect: every misfit is a ValueError that names the argument."""
+"""Checks of what kernels are given: everything that does not fit is a ValueError that names the argument."""
 
 from __future__ import annotations
 
@@ -12,50 +12,57 @@ from runtime.kernels.state import MAX_ELEMENTS, Layout, TopkState
 
 FLOATS = (torch.float32, torch.bfloat16)
 MOST_RANKS = 512
-"""See unpack.cu."""
+"""Most messages that unpack.cu adds up."""
+Pair = tuple[Tensor, Tensor]
+"""(residual, new residual), or (values, indices)."""
+RESIDUALS = ("residual", "new_residual")
 
 
-def check_selection(
-    gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor], values: Tensor,
-    indices: Tensor, state: TopkState, swapped: Tensor | None, *, plural: bool,
-) -> None:  # fmt: skip
-    device, s = state.memory.device, "s" if plural else ""
-    elements = state.layout.elements if plural else (state.elements,)
-    for name, tensors in (
-        (f"gradient{s}", gradients),
-        (f"residual{s}", residuals),
-        (f"new_residual{s}", new_residuals),
-    ):
-        if len(tensors) != len(elements):
-            raise ValueError(f"{name}: found {len(tensors)} tensors; expected {len(elements)}, one for each segment")
-        for i, (tensor, count) in enumerate(zip(tensors, elements, strict=True)):
-            label = f"{name}[{i}]" if plural else name
-            dtype = tensors[0].dtype if name.startswith("gradient") else residuals[0].dtype
-            _check_float(label, dtype)
-            check_tensor(label, tensor, count, dtype, device)
-    check_tensor("values", values, state.k, residuals[0].dtype, device)
-    check_tensor("indices", indices, state.k, torch.int32, device)
+def check_selection(gradient: Tensor, residuals: Pair, out: Pair, state: TopkState, swapped: Tensor | None) -> None:
+    """Raise ValueError if a tensor of a selection does not fit the state's segments."""
+    elements, device, dtype = state.elements, state.memory.device, residuals[0].dtype
+    check_float("gradient", gradient.dtype)
+    check_float("residual", dtype)
+    check_tensor("gradient", gradient, elements, gradient.dtype, device)
+    check_residuals(residuals, swapped, elements, dtype, device)
+    check_tensor("values", out[0], state.k, dtype, device)
+    check_tensor("indices", out[1], state.k, torch.int32, device)
+
+
+def check_residuals(
+    residuals: Pair | None, swapped: Tensor | None, elements: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError if a residual, the new one or the flag that exchanges them does not fit."""
+    for name, tensor in zip(RESIDUALS, residuals or (), strict=False):
+        check_tensor(name, tensor, elements, dtype, device)
     if swapped is not None:
         check_tensor("swapped", swapped, 1, torch.int32, device)
 
 
 def check_tensor(name: str, tensor: Tensor, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: found a tensor on {tensor.device}; expected {device}, where the state is")
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name}: found {tensor.dtype}; expected {dtype}")
+    """Raise ValueError if a tensor is not 1-D of so many elements, of the dtype, on the device and contiguous."""
+    _check_kind(name, tensor, dtype, device)
     if tensor.shape != (elements,):
         raise ValueError(f"{name}: found the shape {tuple(tensor.shape)}; expected ({elements},)")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: found the stride {tensor.stride()}; expected contiguous memory: `.contiguous()`")
 
 
-def _check_float(name: str, dtype: torch.dtype) -> None:
+def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: found a tensor on {tensor.device}; expected {device}, where the others are")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: found {tensor.dtype}; expected {dtype}")
+
+
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError if a dtype is none that the kernels compute with."""
     if dtype not in FLOATS:
         raise ValueError(f"{name}: found {dtype}; expected {' or '.join(map(str, FLOATS))}")
 
 
 def check_memory(layout: Layout, memory: Tensor) -> None:
+    """Raise ValueError if a state's memory is not that of its layout."""
     if memory.dtype != torch.int64 or memory.numel() * 8 != layout.size_bytes or not memory.is_contiguous():
         raise ValueError(
             f"state: found a memory of {memory.numel()} × {memory.dtype}; expected {layout.size_bytes // 8} × "
@@ -64,7 +71,7 @@ def check_memory(layout: Layout, memory: Tensor) -> None:
 
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise where two tensors share memory; names the second one of a pair."""
+    """Raise ValueError if two tensors share memory; names the second one of a pair."""
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
         for name, tensor in named
@@ -76,17 +83,14 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def check_unpack(sums: Tensor, values: Tensor, indices: Tensor) -> None:
-    device = sums.device
-    _check_float("sums", sums.dtype)
-    _check_float("values", values.dtype)
-    check_tensor("sums", sums, sums.numel(), sums.dtype, device)
+    """Raise ValueError if sums and messages do not fit one another."""
+    check_float("sums", sums.dtype)
+    check_float("values", values.dtype)
+    check_tensor("sums", sums, sums.numel(), sums.dtype, sums.device)
     if sums.numel() > MAX_ELEMENTS:
         raise ValueError(f"sums: found {sums.numel()} elements; expected at most {MAX_ELEMENTS}")
     for name, tensor, dtype in (("values", values, values.dtype), ("indices", indices, torch.int32)):
-        if tensor.device != device:
-            raise ValueError(f"{name}: found a tensor on {tensor.device}; expected {device}, where sums are")
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name}: found {tensor.dtype}; expected {dtype}")
+        _check_kind(name, tensor, dtype, sums.device)
         if tensor.dim() != 2 or tensor.shape != values.shape:
             raise ValueError(
                 f"{name}: found the shape {tuple(tensor.shape)}; expected (ranks, k), the same for values and indices"
@@ -98,7 +102,7 @@ def check_unpack(sums: Tensor, values: Tensor, indices: Tensor) -> None:
 
 
 def check_unpack_memory(sums: Tensor, values: Tensor, indices: Tensor) -> None:
-    """Raise where `sums` shares memory with a message; messages may lie among one another."""
+    """Raise ValueError if `sums` shares memory with a message; messages may overlap one another."""
     start, end = sums.data_ptr(), sums.data_ptr() + sums.numel() * sums.element_size()
     for name, tensor in (("values", values), ("indices", indices)):
         if not tensor.numel():

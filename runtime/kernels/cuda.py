@@ -17,7 +17,7 @@ from runtime.kernels.nvrtc import compiler, machine_code
 from runtime.kernels.source import KERNELS, UNPACK, WIRE, Program
 
 LEAST_CAPABILITY = 70
-"""Of lanes that may go apart (Volta), which the source counts on."""
+"""Least compute capability: lanes that may diverge (Volta), which the source relies on."""
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def _check(result: int, call: str) -> None:
 
 
 class CudaBackend:
-    """See `runtime.kernels.backend.Backend`."""
+    """Backend of one CUDA device: `runtime.kernels.backend.Backend`."""
 
     def __init__(self, device: int) -> None:
         properties = torch.cuda.get_device_properties(device)
@@ -80,7 +80,7 @@ class CudaBackend:
             _check(_driver().cuLaunchKernel(function, *sizes, stream, parameters, None), f"cuLaunchKernel of {kernel}")
 
     def _enter_context(self) -> None:
-        """A thread that has not used the device yet has no context, which the driver's calls expect."""
+        """Give this thread a context, which it lacks before it uses the device and the driver's calls expect."""
         context = ctypes.c_void_p()
         _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
         if not context.value:
@@ -113,7 +113,7 @@ class CudaBackend:
 
 @functools.cache
 def cuda_backend(device: int) -> CudaBackend:
-    """The backend of one device. Raises EnvironmentFailure where kernels cannot run there."""
+    """Return the backend of one device. Raises EnvironmentFailure if kernels cannot run there."""
     why = why_not()
     if why is not None:
         raise EnvironmentFailure(f"kernels: {why}")
@@ -122,7 +122,7 @@ def cuda_backend(device: int) -> CudaBackend:
 
 
 def why_not() -> str | None:
-    """What keeps kernels from running here, before any device is looked at; None: nothing."""
+    """Return what keeps kernels from running here, before any device is looked at; None: nothing."""
     if torch.version.hip is not None:
         return "this torch is built for ROCm; the kernels are CUDA: there torch's own operations are used"
     if torch.version.cuda is None:
@@ -134,7 +134,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def working(device: int) -> str | None:
-    """Why kernels do not run on a device; None: they do. Compiles and loads them, before a step is in a hurry."""
+    """Return why kernels do not run on a device; None: they do. Compiles and loads them, ahead of the first step."""
     try:
         backend = cuda_backend(device)
         for program in (Program(name="topk"), UNPACK, WIRE):

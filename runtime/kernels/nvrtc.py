@@ -48,8 +48,8 @@ class Compiler:
 
     def compile(self, program: Program, capability: int, *more: str) -> tuple[bytes, str]:
         """Return (code, log). For devices that the compiler is too old for, the code is one that the driver translates.
-        The capability is 10 · major + minor; `more`: options beside `OPTIONS`. Raises EnvironmentFailure, with the log,
-        where it does not compile.
+        The capability is 10 · major + minor; `more`: options in addition to `OPTIONS`. Raises
+        EnvironmentFailure, with the log, if it does not compile.
         """
         known = [one for one in self.architectures if one <= capability]
         if not known:
@@ -91,7 +91,7 @@ class Compiler:
 
 @functools.cache
 def compiler() -> Compiler:
-    """The NVRTC of this environment. Raises EnvironmentFailure where there is none that can be loaded."""
+    """Return the NVRTC of this environment. Raises EnvironmentFailure if there is none that can be loaded."""
     why = "no libnvrtc among the installed packages, in CUDA_HOME, or on the library path"
     for path in _candidates():
         try:

@@ -1,6 +1,6 @@
 """The kernels as custom operators of torch: `torch.compile` leaves them whole, and they launch without waiting.
 
-An operator takes a state's memory, and its segments as numbers, from which its layout follows.
+An operator takes tensors and numbers alone, so a state comes as its memory and the numbers that define its layout.
 """
 
 from __future__ import annotations
@@ -13,61 +13,52 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.backend import backend_for
-from runtime.kernels.checks import check_apart, check_memory, check_unpack_memory
+from runtime.kernels.checks import RESIDUALS, check_apart, check_memory, check_unpack_memory
 from runtime.kernels.reference import ef_topk_torch, ms_topk_torch, unpack_torch
-from runtime.kernels.source import UNPACK, UNPACK_PART, Program, Shape
-from runtime.kernels.state import POINTED, WORDS_OF_SEGMENT, TopkState, layout_of
+from runtime.kernels.source import UNPACK, UNPACK_PART, Program
+from runtime.kernels.state import CHECKED, TopkState, layout_of
 
 ALL_AT_ONCE, ONE_BY_ONE = 0, 1
-"""How phases are launched: all by one kernel, or by one kernel each (for comparison)."""
+"""Ways to launch the phases: all by one kernel, or by one kernel each (for comparison)."""
 
 PHASES = 6
 
 
-@torch.library.custom_op(
-    "commplanner::ef_topk_", mutates_args=("residuals", "new_residuals", "values", "indices", "memory")
-)
+@torch.library.custom_op("commplanner::ef_topk_", mutates_args=("residuals", "out", "memory"))
 def ef_topk_operator(
-    gradients: Sequence[Tensor],
+    gradient: Tensor,
     residuals: Sequence[Tensor],
-    new_residuals: Sequence[Tensor],
-    values: Tensor,
-    indices: Tensor,
+    out: Sequence[Tensor],
     memory: Tensor,
     swapped: Tensor | None,
-    elements: Sequence[int],
-    k: Sequence[int],
-    shape: Sequence[int],
-    capacity: int | None,
-    random_ties: bool,
-    seed: int,
-    launches: int,
+    numbers: Sequence[int],
 ) -> None:
-    """See `runtime.kernels.ef_topk_`; gradients of one element are one flat buffer of all segments."""
-    # Operators take tensors and numbers alone, so a state comes as its memory and what its layout follows from.
-    threads, vectors, min_blocks = shape
-    sizes = Shape(threads=threads, vectors=vectors, min_blocks=min_blocks)
-    layout = layout_of(tuple(elements), tuple(k), sizes, capacity)
+    """Select as `runtime.kernels.ef_topk_` and `ms_topk_` do; `numbers`: (whether MSTopK's rule holds, seed, launches),
+    and those of the layout of the memory.
+    """
+    random_ties, seed, launches, *segments = numbers
+    layout = layout_of(tuple(segments))
     check_memory(layout, memory)
-    if not sum(elements):
+    if not gradient.numel():
         return
     state = TopkState(layout, memory)
-    pointers = _point_to(state, gradients, residuals, new_residuals, values, indices)
+    names = ("state", "gradient", *RESIDUALS, "values", "indices")
+    _check_apart_once(list(zip(names, (memory, gradient, *residuals, *out), strict=True)))
     backend = backend_for(memory.device)
     if backend is None:
-        _by_reference(state, gradients, residuals, new_residuals, values, indices, swapped, random_ties, seed)
+        exchanged = swapped is not None and bool(swapped)
+        _by_reference(state, gradient, residuals[::-1] if exchanged else residuals, out, seed if random_ties else None)
         return
-    where = [state.memory.data_ptr() + 4 * part.start for part in layout.parts.values()]
-    outputs = [values.data_ptr(), indices.data_ptr(), 0 if swapped is None else swapped.data_ptr()]
-    counts = [len(elements), sum(layout.tiles), sum(layout.chunks)]
-    options = [int(random_ties), seed & (2**64 - 1)]
-    kernel = f"ef_topk_{_name(gradients[0])}_{_name(values)}"
-    program = Program(name="topk", shape=sizes)
-    words = [*pointers, *outputs, *where, *counts]
+    tensors = [tensor.data_ptr() for tensor in (gradient, *residuals, *out)]
+    where = [memory.data_ptr() + 4 * part.start for part in layout.parts.values()]
+    counts = [len(layout.elements), sum(layout.tiles), sum(layout.chunks)]
+    kernel = f"ef_topk_{_name(gradient)}_{_name(out[0])}"
+    program = Program(name="topk", shape=layout.shape)
+    words = [*tensors, 0 if swapped is None else swapped.data_ptr(), *where, *counts]
     grid = min(backend.blocks(program, kernel), words[-2])
     spans = [(0, PHASES - 1)] if launches == ALL_AT_ONCE else [(phase, phase) for phase in range(PHASES)]
     for first, last in spans:
-        backend.launch(program, kernel, grid, _words([*words, first, last, *options]))
+        backend.launch(program, kernel, grid, as_words([*words, first, last, random_ties, seed & (2**64 - 1)]))
 
 
 @ef_topk_operator.register_fake
@@ -75,7 +66,8 @@ def _(*arguments: object) -> None:
     return None
 
 
-def _words(values: list[int]) -> ctypes.Array[ctypes.c_uint64]:
+def as_words(values: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """Return the words of a kernel's argument."""
     return (ctypes.c_uint64 * len(values))(*values)
 
 
@@ -83,75 +75,39 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _point_to(
-    state: TopkState, gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor],
-    values: Tensor, indices: Tensor,
-) -> tuple[int, int, int]:  # fmt: skip
-    """Addresses that the table of the state's segments counts from: of one flat buffer, or 0 for many tensors. Raises
-    ValueError: tensors share memory, or they have moved while a CUDA graph is captured.
+def _check_apart_once(named: list[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if tensors share memory; the first one is a state's, and a call with tensors at the same places
+    as in its last call is not checked again.
     """
-    key = state.memory.data_ptr()
-    tensors = (*gradients, *residuals, *new_residuals, values, indices)
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
-    addressed, before = POINTED.get(key, (False, ()))
-    flat = len(gradients) == 1
-    if before != addresses or addressed == flat:
-        named = [("state", state.memory), ("values", values), ("indices", indices)]
-        for name, given in (("gradient", gradients), ("residual", residuals), ("new_residual", new_residuals)):
-            named += [(name if flat else f"{name}s[{i}]", tensor) for i, tensor in enumerate(given)]
+    addresses = tuple(tensor.data_ptr() for _, tensor in named)
+    if CHECKED.get(addresses[0]) != addresses:
         check_apart(named)
-        if addressed == flat or not flat:
-            _write(state, None if flat else (gradients, residuals, new_residuals))
-        POINTED[key] = (not flat, addresses)
-    return (addresses[0], addresses[1], addresses[2]) if flat else (0, 0, 0)
-
-
-def _write(state: TopkState, tensors: Sequence[Sequence[Tensor]] | None) -> None:
-    """Tell the device where segments lie: when that has changed, and not in every step."""
-    memory = state.memory
-    places = None
-    if tensors is not None:
-        rows = zip(*tensors, strict=True)
-        places = [tuple(tensor.data_ptr() // tensor.element_size() for tensor in row) for row in rows]
-    table = state.layout.table(places)
-    here = state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT)
-    if memory.device.type != "cuda":
-        here.copy_(table)
-        return
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "gradients: found tensors that have moved since the last call, while a CUDA graph is captured; expected "
-            "those of a call before the capture: make one with the same tensors first"
-        )
-    # From pinned memory: then the copy is queued on the stream, and the host does not wait.
-    here.copy_(table.pin_memory(), non_blocking=True)
+        CHECKED[addresses[0]] = addresses
 
 
 def _by_reference(
-    state: TopkState, gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor],
-    values: Tensor, indices: Tensor, swapped: Tensor | None, random_ties: bool, seed: int,
-) -> None:  # fmt: skip
-    if swapped is not None and bool(swapped):
-        residuals, new_residuals = new_residuals, residuals
-    sources: list[Sequence[Tensor]] = [gradients, residuals, new_residuals]
-    if len(gradients) == 1:
-        sources = [column[0].split(list(state.layout.elements)) for column in sources]
-    layout = state.layout
-    at = start = 0
-    for i, (gradient, residual, new_residual) in enumerate(zip(*sources, strict=True)):
-        kept = slice(at, at + layout.k[i])
-        if random_ties:
-            found = ms_topk_torch(gradient, residual, layout.k[i], seed=seed, segment=i)
+    state: TopkState, gradient: Tensor, residuals: Sequence[Tensor], out: Sequence[Tensor], seed: int | None
+) -> None:
+    """Select segment by segment in torch; with a seed, by MSTopK's rule."""
+    elements, k = list(state.layout.elements), list(state.layout.k)
+    segments = zip(*(tensor.split(elements) for tensor in (gradient, *residuals)), strict=True)
+    places = zip(*(tensor.split(k) for tensor in out), strict=True)
+    start = 0
+    for i, ((part, residual, new_residual), (values, indices)) in enumerate(zip(segments, places, strict=True)):
+        if seed is None:
+            found = ef_topk_torch(part, residual, k[i])
         else:
-            found = ef_topk_torch(gradient, residual, layout.k[i])
-        values[kept], indices[kept] = found[0], found[1] + start
+            found = ms_topk_torch(part, residual, k[i], seed=seed, segment=i)
+        values.copy_(found[0])
+        indices.copy_(found[1] + start)
         new_residual.copy_(found[2])
         state.nonfinite[i] = int(not bool(found[0].isfinite().all()))
-        at, start = kept.stop, start + gradient.numel()
+        start += part.numel()
 
 
 @torch.library.custom_op("commplanner::unpack_", mutates_args=("sums",))
 def unpack_operator(sums: Tensor, values: Tensor, indices: Tensor, factor: float) -> None:
+    """Add up messages as `runtime.kernels.unpack_` does."""
     check_unpack_memory(sums, values, indices)
     if not sums.numel():
         return
@@ -165,7 +121,7 @@ def unpack_operator(sums: Tensor, values: Tensor, indices: Tensor, factor: float
     words = [values.data_ptr(), indices.data_ptr(), sums.data_ptr(), ranks, k, values.stride(0), indices.stride(0)]
     elements = UNPACK_PART * UNPACK.shape.threads // 32  # of a block at a time
     grid = min(backend.blocks(UNPACK, kernel), -(-sums.numel() // elements))
-    backend.launch(UNPACK, kernel, grid, _words([*words, sums.numel(), bits]))
+    backend.launch(UNPACK, kernel, grid, as_words([*words, sums.numel(), bits]))
 
 
 @unpack_operator.register_fake

@@ -1,4 +1,4 @@
-"""What the kernels compute, in torch operations: the definition to the bit. On any device, slowly, with new memory.
+"""Reference of the kernels in torch operations: the definition to the bit. On any device, slowly, with new memory.
 
 The order is total: larger magnitude first, then lower index. NaN and ±Inf are the largest magnitudes, equal to one
 another, so that a step with any of them is seen by all ranks. Every NaN comes out as the one quiet NaN without payload.
@@ -11,13 +11,13 @@ from torch import Tensor
 
 INFINITE = 0x7F800000
 RANDOM_TIES_BITS = {torch.float32: 12, torch.bfloat16: 16}
-"""How many low bits of a magnitude (as float32) `ms_topk_torch` does not look at; bfloat16 has no others."""
+"""Number of low bits of a magnitude (as float32) that `ms_topk_torch` ignores; bfloat16 has no others."""
 
 _MASK = 2**64 - 1
 
 
 def accumulate_torch(gradient: Tensor, residual: Tensor) -> Tensor:
-    """residual + gradient, added in float32, rounded to the residual's dtype (to nearest, ties to even)."""
+    """Return residual + gradient, added in float32, rounded to the residual's dtype (to nearest, ties to even)."""
     total = (residual.float() + gradient.float()).to(residual.dtype)
     return torch.where(total.isnan(), torch.full_like(total, torch.nan), total)
 

@@ -14,7 +14,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 DTYPES = ("float32", "bfloat16")
-"""What gradients, residuals and sums may be; kernels are named after two of them: `ef_topk_bfloat16_float32`."""
+"""Dtypes of gradients, residuals and sums; kernels are named after two of them: `ef_topk_bfloat16_float32`."""
 
 WIRE_CODES = ("int8", "float8_e4m3fn", "float16", "bfloat16")
 
@@ -23,12 +23,12 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
     "unpack": tuple(f"unpack_{values}_{sums}" for values in DTYPES for sums in DTYPES),
     "wire": tuple(f"wire_{code}_{what}" for code in WIRE_CODES for what in (*DTYPES, "combine", "decode")),
 }
-"""Of each program."""
+"""Kernels of each program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How many threads work on how many elements; results do not depend on it."""
+    """Numbers of threads and of elements that they work on; results do not depend on it."""
 
     threads: int = 512
     """Per block."""
@@ -60,7 +60,7 @@ class Program:
         return macros + "\n".join(files.joinpath(part).read_text(encoding="utf-8") for part in PARTS[self.name])
 
     def fingerprint(self, *more: str) -> str:
-        """Of the text and whatever else the result of a compilation depends on."""
+        """Return a hash of the text and everything else that the result of a compilation depends on."""
         return hashlib.sha256("\n".join((*more, self.text)).encode()).hexdigest()
 
 

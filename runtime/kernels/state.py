@@ -1,4 +1,4 @@
-"""What a selection keeps on its device: where segments lie, what a step leaves to the next, and room to work in.
+"""State of a selection on its device: places of segments, hints from step to step, and working memory.
 
 Everything is allocated once, in one piece, so that a step allocates nothing and can be captured in a CUDA graph.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 from runtime.kernels.source import Shape
 
 MAX_ELEMENTS = 2**31 - 1
-"""Of all segments together: indices are int32."""
+"""Most elements of all segments together: indices are int32."""
 
 BINS, MOST_CHUNKS = 4096, 1024
-"""Of a histogram; pieces of a segment in the later phases, at most."""
+"""Bins of a histogram; most pieces of a segment in the later phases."""
 
 SPARE, ROOM = 4096, 6
 """Room for candidates: SPARE + ROOM · k."""
 
 DENSE, SMALL = 4, 65536
-"""A segment of more than SMALL elements of which more than a DENSE-th is sent has no candidates: it is read again."""
+"""A segment of more than SMALL elements that sends more than a DENSE-th has no candidates: it is read again."""
 
 LEAD = 3
 """Tiles may begin so many elements before their segment, so that vectors are aligned."""
@@ -38,13 +38,13 @@ WARM = (
 
 WORDS_OF_SEGMENT, WORDS_OF_CONTROL = 16, 32
 
-POINTED: dict[int, tuple[bool, tuple[int, ...]]] = {}
-"""By address of a state's memory: (whether its table has addresses, the addresses of the last call). """
+CHECKED: dict[int, tuple[int, ...]] = {}
+"""Address of a state's memory → addresses of the tensors of its last call, which share no memory."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies. The same for all states of the same segments."""
+    """Places of everything in a state's memory. The same for all states of the same segments."""
 
     elements: tuple[int, ...]
     k: tuple[int, ...]
@@ -102,22 +102,23 @@ class Layout:
         last: slice = list(self.parts.values())[-1]
         return -(-4 * int(last.stop) // 256) * 256
 
-    def table(self, places: Sequence[tuple[int, int, int]] | None = None) -> Tensor:
-        """Return `struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU. `places`: of
-        gradient, residual and new residual of each, counted in elements from the bases that the kernel gets; None: one
-        behind the other.
-        """
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers that define the layout, for `layout_of`."""
+        shape, capacity = self.shape, -1 if self.capacity is None else self.capacity
+        return [shape.threads, shape.vectors, shape.min_blocks, capacity, *self.elements, *self.k]
+
+    def table(self) -> Tensor:
+        """Return `struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU."""
         starts = _sums(self.elements)
         columns = zip(
-            places or [(start, start, start) for start in starts], self.elements, self.k, _sums(self.k), starts,
-            _sums(self.tiles), self.tiles, _sums(self.chunks), self.chunks, self.tiles_per_chunk,
-            _sums(self.capacities), self.capacities, strict=True,
+            starts, starts, starts, self.elements, self.k, _sums(self.k), starts, _sums(self.tiles), self.tiles,
+            _sums(self.chunks), self.chunks, self.tiles_per_chunk, _sums(self.capacities), self.capacities, strict=True,
         )  # fmt: skip
-        rows = [[*place, *rest, 0, 0] for place, *rest in columns]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, WORDS_OF_SEGMENT)
+        return torch.tensor([[*row, 0, 0] for row in columns], dtype=torch.int64)
 
     def owners(self, counts: Sequence[int]) -> Tensor:
-        """Which segment each tile, or chunk, belongs to. 1-D int32, on the CPU."""
+        """Return the segment that each tile, or chunk, belongs to. 1-D int32, on the CPU."""
         return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
 
 
@@ -127,13 +128,17 @@ def _sums(values: Sequence[int]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(elements: tuple[int, ...], k: tuple[int, ...], shape: Shape, capacity: int | None = None) -> Layout:
-    return Layout(elements, k, shape, capacity)
+def layout_of(numbers: tuple[int, ...]) -> Layout:
+    """Return the layout of these `Layout.numbers`."""
+    threads, vectors, min_blocks, capacity, *segments = numbers
+    elements, k = tuple(segments[: len(segments) // 2]), tuple(segments[len(segments) // 2 :])
+    shape = Shape(threads=threads, vectors=vectors, min_blocks=min_blocks)
+    return Layout(elements, k, shape, None if capacity < 0 else capacity)
 
 
 @dataclass(eq=False)
 class TopkState:
-    """What one place that selects needs: made by `make_state`.
+    """State of one place that selects: made by `make_state`.
 
     What a step leaves to the next makes it faster and never changes a result, so a state need not be saved; zeros, and
     even garbage in `warm`, are sound. One state serves one call after another on one stream, never two at once.
@@ -156,7 +161,7 @@ class TopkState:
 
     @property
     def warm(self) -> Tensor:
-        """What a step leaves to the next. Shape (segments, 16), int32; see `WARM`."""
+        """Return the hints from one step to the next. Shape (segments, 16), int32; see `WARM`."""
         return self.part("warm").view(-1, len(WARM))
 
     @property
@@ -200,10 +205,10 @@ def make_state(
             f"elements: found {sum(elements)} in all; expected at most {MAX_ELEMENTS}, which int32 indices reach: "
             f"select from parts of them"
         )
-    layout = layout_of(tuple(elements), tuple(k), shape or Shape(), capacity)
+    layout = Layout(tuple(elements), tuple(k), shape or Shape(), capacity)
     memory = torch.zeros(layout.size_bytes // 8, dtype=torch.int64, device=device)
     # The allocator may have given an earlier state's memory again, whose tensors lay elsewhere.
-    POINTED.pop(memory.data_ptr(), None)
+    CHECKED.pop(memory.data_ptr(), None)
     state = TopkState(layout, memory)
     state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT).copy_(layout.table())
     state.part("tile_segments").copy_(layout.owners(layout.tiles))

@@ -7,7 +7,6 @@ own: without kernels, `WireCompressor` does it in torch.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,32 +16,33 @@ from torch import Tensor
 
 from runtime.errors import EnvironmentFailure
 from runtime.kernels.backend import backend_for
-from runtime.kernels.checks import FLOATS, check_apart, check_tensor
+from runtime.kernels.checks import RESIDUALS, Pair, check_apart, check_float, check_residuals, check_tensor
+from runtime.kernels.operators import as_words
 from runtime.kernels.source import WIRE
 from runtime.kernels.state import MAX_ELEMENTS
 
 
 @dataclass(frozen=True)
 class WireLayout:
-    """How a vector lies in rows of bytes, and what the format is, in numbers."""
+    """Places of a vector in rows of bytes, and the numbers of the format."""
 
     code: torch.dtype
     """One of `WIRE_CODES`."""
     share: int
     """Elements in a row."""
     width: int
-    """Of a block, `WIRE_MOST` at most; without scales, what a warp works on at a time."""
+    """Elements of a block, `WIRE_MOST` at most; without scales, those that a warp works on at a time."""
     scales_at: int
     """Byte of a row where scales (float32) begin."""
     row_bytes: int
-    """At least."""
+    """Least bytes of a row."""
     largest: float
-    """What the largest code stands for, without its scale; of bfloat16, what is sent of all above."""
+    """Value of the largest code, without its scale; of bfloat16, what is sent of all above."""
     scales: tuple[int, float, float] = (0, 0.0, 0.0)
     """(bits of a scale that are 0, as a mask, smallest scale, largest scale)."""
 
     def numbers(self) -> list[int]:
-        """The last words of the kernels' arguments."""
+        """Return the last words of the kernels' arguments."""
         dropped, low, high = self.scales
         return [self.share, self.width, self.scales_at, _bits(self.largest), _bits(low), _bits(high), dropped]
 
@@ -56,41 +56,38 @@ def _bits(value: float) -> int:
 
 
 def wire_encode_(
-    gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, layout: WireLayout, *,
-    swapped: Tensor | None = None,
-) -> None:  # fmt: skip
+    gradient: Tensor, residuals: Pair | None, rows: Tensor, layout: WireLayout, *, swapped: Tensor | None = None
+) -> None:
     """Encode residual + gradient; what that loses is the new residual.
 
     Args:
         gradient: 1-D, float32 or bfloat16; unchanged.
-        residual: as many elements, float32; unchanged. None: nothing is kept.
-        new_residual: likewise; becomes what codes lose.
-        rows: bytes, shape (parts, layout.row_bytes), each row contiguous; what no element has a place in stays.
+        residuals: (residual, new residual), each with as many elements, float32. The first is unchanged, the second
+            becomes what codes lose. None: nothing is kept.
+        rows: bytes, shape (parts, layout.row_bytes), each row contiguous; bytes in which no element has a place stay.
         layout: of the vector.
-        swapped: one int32; where it is not 0, `residual` and `new_residual` change places.
+        swapped: one int32; if it is not 0, the two residuals change places.
 
     Raises:
-        ValueError: names the argument that does not fit, or that shares memory with another.
+        ValueError: a tensor does not fit, or shares memory with another; names it.
         EnvironmentFailure: no kernels run on the device.
     """
-    if gradient.dtype not in FLOATS:
-        raise ValueError(f"gradient: found {gradient.dtype}; expected {' or '.join(map(str, FLOATS))}")
+    check_float("gradient", gradient.dtype)
     check_tensor("gradient", gradient, gradient.numel(), gradient.dtype, rows.device)
     _check_rows("rows", rows, layout, gradient.numel())
-    _check_kept(residual, new_residual, swapped, gradient.numel(), [("gradient", gradient), ("rows", rows)])
-    wire_encode_operator(gradient, residual, new_residual, rows, swapped, layout.name, layout.numbers())
+    _check_kept(residuals, swapped, gradient.numel(), [("gradient", gradient), ("rows", rows)])
+    wire_encode_operator(gradient, list(residuals or ()), swapped, rows, layout.name, layout.numbers())
 
 
 def wire_combine_(
-    received: Tensor, residual: Tensor | None, new_residual: Tensor | None, own: Tensor, elements: int,
-    layout: WireLayout, *, swapped: Tensor | None = None,
+    received: Tensor, residuals: Pair | None, own: Tensor, elements: int, layout: WireLayout, *,
+    swapped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add up what rows of one part hold, in their order, and encode the sum; what that loses is added to the new
-    residual.
+    """Add up the rows of one part, in their order, and encode the sum; what that loses is added to the new residual.
 
     Args:
         received: bytes, shape (ranks, layout.row_bytes), each row contiguous; unchanged.
-        residual, new_residual, swapped: as with `wire_encode_`, of the part.
+        residuals, swapped: as with `wire_encode_`, of the part.
         own: bytes, shape (1, layout.row_bytes); filled.
         elements: of the part; `layout.share` or fewer.
         layout: of the vector.
@@ -101,8 +98,9 @@ def wire_combine_(
     for name, rows in (("received", received), ("own", own)):
         _check_rows(name, rows, layout, elements)
     _check_part(elements, layout)
-    _check_kept(residual, new_residual, swapped, elements, [("received", received), ("own", own)])
-    wire_combine_operator(received, residual, new_residual, own, swapped, elements, layout.name, layout.numbers())
+    _check_kept(residuals, swapped, elements, [("received", received), ("own", own)])
+    numbers = [elements, *layout.numbers()]
+    wire_combine_operator(received, list(residuals or ()), swapped, own, layout.name, numbers)
 
 
 def wire_decode_(rows: Tensor, sums: Tensor, layout: WireLayout, *, add_up: bool) -> None:
@@ -140,57 +138,45 @@ def _check_part(elements: int, layout: WireLayout) -> None:
 
 
 def _check_kept(
-    residual: Tensor | None, new_residual: Tensor | None, swapped: Tensor | None, elements: int,
-    others: list[tuple[str, Tensor]],
-) -> None:  # fmt: skip
-    device = others[0][1].device
-    if (residual is None) != (new_residual is None):
-        raise ValueError("residual: found one without the other; expected residual and new_residual, or neither")
-    if residual is not None and new_residual is not None:
-        others += [("residual", residual), ("new_residual", new_residual)]
-        for name, tensor in others[-2:]:
-            check_tensor(name, tensor, elements, torch.float32, device)
-    if swapped is not None:
-        check_tensor("swapped", swapped, 1, torch.int32, device)
-    check_apart(others)
+    residuals: Pair | None, swapped: Tensor | None, elements: int, others: list[tuple[str, Tensor]]
+) -> None:
+    check_residuals(residuals, swapped, elements, torch.float32, others[0][1].device)
+    check_apart([*others, *zip(RESIDUALS, residuals or (), strict=False)])
 
 
-@torch.library.custom_op("commplanner::wire_encode_", mutates_args=("residual", "new_residual", "rows"))
+@torch.library.custom_op("commplanner::wire_encode_", mutates_args=("residuals", "rows"))
 def wire_encode_operator(
     gradient: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    rows: Tensor,
+    residuals: Sequence[Tensor],
     swapped: Tensor | None,
+    rows: Tensor,
     code: str,
     numbers: Sequence[int],
 ) -> None:
-    """See `wire_encode_`; a layout comes as its numbers."""
+    """Encode as `wire_encode_` does; a layout comes as its numbers, residuals that are not kept as an empty list."""
     what = str(gradient.dtype).removeprefix("torch.")
-    at = [*map(_address, (gradient, residual, new_residual, swapped, rows)), 0, 0, _stride(rows), 0]
+    at = [gradient.data_ptr(), *_addresses(residuals, swapped), rows.data_ptr(), 0, 0, _stride(rows), 0]
     _launch(f"wire_{code}_{what}", at, gradient.numel(), numbers, rows.device)
 
 
-@torch.library.custom_op("commplanner::wire_combine_", mutates_args=("residual", "new_residual", "own"))
+@torch.library.custom_op("commplanner::wire_combine_", mutates_args=("residuals", "own"))
 def wire_combine_operator(
     received: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    own: Tensor,
+    residuals: Sequence[Tensor],
     swapped: Tensor | None,
-    elements: int,
+    own: Tensor,
     code: str,
     numbers: Sequence[int],
 ) -> None:
-    """See `wire_combine_`."""
-    at = [*map(_address, (received, residual, new_residual, swapped, own)), 0]
+    """Combine as `wire_combine_` does; `numbers`: the elements, and those of the layout."""
+    at = [received.data_ptr(), *_addresses(residuals, swapped), own.data_ptr(), 0]
     strides = [_stride(received), _stride(own), len(received)]
-    _launch(f"wire_{code}_combine", at + strides, elements, numbers, own.device)
+    _launch(f"wire_{code}_combine", at + strides, numbers[0], numbers[1:], own.device)
 
 
 @torch.library.custom_op("commplanner::wire_decode_", mutates_args=("sums",))
 def wire_decode_operator(rows: Tensor, sums: Tensor, add_up: bool, code: str, numbers: Sequence[int]) -> None:
-    """See `wire_decode_`."""
+    """Decode as `wire_decode_` does."""
     ranks = len(rows) if add_up else 1
     at = [rows.data_ptr(), 0, 0, 0, 0, sums.data_ptr(), _stride(rows), 0, ranks]
     _launch(f"wire_{code}_decode", at, sums.numel(), numbers, rows.device, no_minus_zero=not add_up)
@@ -204,15 +190,17 @@ def _stride(rows: Tensor) -> int:
     return rows.stride(0) if len(rows) > 1 else 0
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _addresses(residuals: Sequence[Tensor], swapped: Tensor | None) -> list[int]:
+    """Return the addresses of the two residuals and of the flag that exchanges them; 0 for what there is not."""
+    kept = [tensor.data_ptr() for tensor in residuals] or [0, 0]
+    return [*kept, 0 if swapped is None else swapped.data_ptr()]
 
 
 def _launch(
     kernel: str, at: list[int], elements: int, numbers: Sequence[int], device: torch.device, *,
     no_minus_zero: bool = False,
 ) -> None:  # fmt: skip
-    """`at`: the first words of the arguments, up to the number of ranks."""
+    """Launch a kernel; `at`: the first words of its argument, up to the number of ranks."""
     if not elements:
         return
     backend = backend_for(device)
@@ -222,4 +210,4 @@ def _launch(
     blocks = -(-elements // share) * -(-share // width)
     grid = min(backend.blocks(WIRE, kernel), -(-blocks // (WIRE.shape.threads // 32)))
     words = [*at, elements, share, width, others[0], int(no_minus_zero), *others[1:]]
-    backend.launch(WIRE, kernel, grid, (ctypes.c_uint64 * len(words))(*words))
+    backend.launch(WIRE, kernel, grid, as_words(words))

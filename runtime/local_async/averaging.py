@@ -1,15 +1,14 @@
-"""Averages the models of all ranks while updaters go on (Algorithm 1, lines 9 to 16).
+"""Averaging of the models of all ranks while updaters continue (Algorithm 1, lines 9 to 16).
 
 An averaging takes a snapshot of this rank's model, averages the snapshots of all ranks, and adds what that changes to
-the shared model. With the snapshot goes one number of each rank, its status: so ranks see at the same averaging that
-all are done, that one was told to stop, or that one has failed, and none ever waits for one that has left.
+the shared model. With the snapshot each rank sends its status: so ranks see at the same averaging that all are done,
+that one was asked to stop, or that one has failed, and none ever waits for one that has left.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,15 +18,15 @@ from torch import Tensor
 from runtime.comm.waits import GRACE_S
 from runtime.comm.world import World
 from runtime.errors import CommunicationError
-from runtime.local_async.report import KEPT, Averaging
+from runtime.local_async.report import Averaging, Averagings
 from runtime.plan import LocalAsyncSpec
 from runtime.torch_compat import wait_for
 
 RUNNING, DONE, STOPPING, FAILED = 0, 1, 2, 3
-"""What a rank says of itself: its updaters are at work; they have ended; all shall end; it cannot go on."""
+"""Status of a rank: its updaters are at work; they have ended; all shall end; it has failed."""
 
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.02
-"""How often it is looked whether an average has come: after an eighth of the time that it has taken, within these."""
+"""Bounds of the time between two checks for an average, in seconds: an eighth of what it has taken so far."""
 
 
 def every(spec: LocalAsyncSpec, begun: int, steps: int) -> int:
@@ -39,7 +38,7 @@ class Averager:
     """This rank's part in the averagings."""
 
     def __init__(self, world: World, flats: Sequence[Tensor]) -> None:
-        """`flats` lie in the shared model: 1-D, one for each dtype, the same on every rank."""
+        """Allocate messages for `flats` of the shared model: 1-D, one for each dtype, the same on every rank."""
         self.world = world
         self._flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
         self._snapshots = [torch.empty_like(flat) for flat in self._flats]
@@ -52,38 +51,44 @@ class Averager:
         ]
         if self._carrier == len(self._flats):
             self._messages.append(torch.empty(world.ranks, device=flats[0].device if flats else None))
-        self.rounds = 0
-        self.averagings: deque[Averaging] = deque(maxlen=KEPT)
+        self.record = Averagings()
 
     @torch.no_grad()
     def average(
         self, status: int, updates: int, meanwhile: Callable[[float], object], *, alone: bool = False
     ) -> list[int]:
-        """Average with all ranks, and return their statuses. Where all are done, they have equal models then.
+        """Average with all ranks. If all are done, they have equal models then.
 
-        `updates`: of this rank since the averaging before, for the record. `meanwhile` is called with seconds again and
-        again while messages are on their way, and returns no later. `alone`: nobody changes this rank's model
-        meanwhile, so that it may be overwritten. Raises CommunicationError: a rank died or missed the deadline.
+        Args:
+            status: status of this rank.
+            updates: updates of this rank since the averaging before, for the record.
+            meanwhile: called repeatedly while messages are in flight with a time in seconds, within which it returns.
+            alone: whether no updater changes this rank's model meanwhile, so that it may be overwritten.
+
+        Returns:
+            The statuses of all ranks.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
         """
         start_s = time.perf_counter()
         for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
             snapshot.copy_(flat)
             message[: flat.numel()] = snapshot
-        told = self._messages[self._carrier][-self.world.ranks :]
-        told.zero_()
-        told[self.world.rank] = status
+        statuses = self._messages[self._carrier][-self.world.ranks :]
+        statuses.zero_()
+        statuses[self.world.rank] = status
         sent_s = time.perf_counter()
         self._exchange(meanwhile)
-        statuses = [round(float(value)) for value in self._messages[self._carrier][-self.world.ranks :]]
-        distance = self._take_average(overwrite=alone or all(one == DONE for one in statuses))
-        self.rounds += 1
-        self.averagings.append(
+        found = [round(value) for value in statuses.tolist()]
+        distance = self._take_average(overwrite=alone or all(one == DONE for one in found))
+        self.record.add(
             Averaging(start_s=start_s, sent_s=sent_s, end_s=time.perf_counter(), updates=updates, distance=distance)
         )
-        return statuses
+        return found
 
     def _exchange(self, meanwhile: Callable[[float], object]) -> None:
-        what = f"averaging {self.rounds} of models"
+        what = f"averaging {self.record.rounds} of models"
         with self.world.error_context(what):
             works = [dist.all_reduce(message, group=self.world.group, async_op=True) for message in self._messages]
             started = time.monotonic()
@@ -100,7 +105,7 @@ class Averager:
         self.world.last = what
 
     def _take_average(self, *, overwrite: bool) -> float:
-        """Move the model to the average; returns how far its snapshot was from that, as `Averaging.distance`."""
+        """Move the model to the average; return `Averaging.distance`."""
         apart, size = 0.0, 0.0
         for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
             average = message[: flat.numel()].div_(self.world.ranks)

@@ -1,4 +1,4 @@
-"""What is trained: a job that every updater makes for itself, and the part of the data that is an updater's."""
+"""The job that every updater makes for itself, and an updater's part of the data."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class LocalJob:
     """One training task. Each updater makes its own, in its own process, by calling the same function."""
 
     model: nn.Module
-    """On its device; the same on every rank but for values."""
+    """The model, on its device; the same on every rank but for values."""
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) → scalar."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
-    """Of parameters; its state, the momentum, is the updater's own."""
+    """Makes an optimizer of parameters; its state, the momentum, is the updater's own."""
     batch: Callable[[int, int], Any] | None = None
     """(number, rank) → the minibatch, on the device. The numbers 0, 1, … are given out to the rank's updaters."""
     loader: Callable[[Part], Iterable[Any]] | None = None
-    """In place of `batch`: one pass over the updater's part, again and again (see `PartSampler`)."""
+    """Makes one pass over the updater's part, repeatedly (see `PartSampler`); in place of `batch`."""
     schedule: Callable[[Optimizer], Any] | None = None
     """A `torch.optim.lr_scheduler` of an optimizer, if any: one step for each minibatch that the rank's updaters have
     begun, whichever of them it was."""
@@ -52,7 +52,7 @@ class LocalJob:
 
 @dataclass(frozen=True)
 class Request:
-    """What `run_local_async` was asked for."""
+    """Arguments of `run_local_async`."""
 
     make: Callable[[], LocalJob]
     steps: int
@@ -69,7 +69,7 @@ class PartSampler(Sampler[int]):
     """
 
     def __init__(self, samples: int, part: Part) -> None:
-        """Of a data set of so many samples. Raises InputError where the part would be empty."""
+        """Draw the part of a data set of `samples` samples. Raises InputError if it would be empty."""
         if samples < part.parts:
             raise InputError(
                 f"PartSampler: found {samples} samples for {part.parts} updaters, expected at least one for each; use "

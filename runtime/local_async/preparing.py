@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from runtime.checks.plan import check_model, check_plan, model_fingerprint, trainable_parameters
+from runtime.comm.shared_memory import available_bytes
 from runtime.comm.topology import node_name
 from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s, check_timeout_s
 from runtime.core.closures import DECIDE_BY_LOSS
-from runtime.datacache.memory import available_bytes
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
 from runtime.local_async.job import LocalJob, Part, Request, batches_of
 from runtime.local_async.partial import is_reentrant, partial_backward
@@ -33,7 +33,7 @@ from runtime.version import __version__
 ON_LOST = ("continue", "stop")
 
 MPS_PIPES = "/tmp/nvidia-mps"
-"""Where NVIDIA's Multi-Process Service listens, without which the kernels of several updaters take turns on a GPU."""
+"""Pipes of NVIDIA's Multi-Process Service, without which the kernels of several updaters alternate on a GPU."""
 
 LEAST_TIMEOUT_S = 120.0
 """An updater is taken for hung after half of it, and its first minibatch may have to read data."""
@@ -54,7 +54,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Need:
-    """What one rank tells the others."""
+    """The needs of one rank, sent to the others."""
 
     node: str
     updaters: int
@@ -170,9 +170,13 @@ def made(make: Callable[[], LocalJob]) -> LocalJob:
 
 
 def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) -> tuple[float, int | None]:
-    """One forward and backward in this process, after which the model is as it was: (seconds, memory that is this
-    process's alone, as an updater's will be, or None where that is not known). Raises InputError: backward cannot stop
-    at the plan's blocks.
+    """Run one forward and backward in this process, after which the model is as it was.
+
+    Returns:
+        Seconds, and the memory that is this process's alone, as an updater's will be; None if that is unknown.
+
+    Raises:
+        InputError: backward cannot stop at the plan's blocks.
     """
     with preserved(job.model):
         batch = batches_of(job, rank, Part(seed=seed))(0)

@@ -1,4 +1,4 @@
-"""What updaters and ranks leave: records of minibatches and averagings, and the report."""
+"""Records of minibatches and averagings, and the report of a run with local updaters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from runtime.comm.world import World
 from runtime.plan.timeline import UPDATER, Span
 
 KEPT = 4096
-"""Minibatches of each updater, and averagings, whose times are kept."""
+"""Number of minibatches of each updater, and of averagings, whose times are kept."""
 STALEST = 256
-"""The staleness histogram's last entry counts so much and more."""
+"""Staleness of the histogram's last entry, which counts greater ones, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +23,28 @@ class Averaging:
     """One averaging of models, as seen by one rank; times by the machine's monotonic clock, in seconds."""
 
     start_s: float
-    """The snapshot begins."""
+    """Begin of the snapshot."""
     sent_s: float
-    """It is taken, and on its way."""
+    """End of the snapshot, which is sent now."""
     end_s: float
-    """The difference is added."""
+    """Time at which the difference was added."""
     updates: int
-    """Of this rank since the averaging before."""
+    """Updates of this rank since the averaging before."""
     distance: float
     """‖average − snapshot‖ / ‖average‖: how far this rank was from the mean of all."""
+
+
+@dataclass
+class Averagings:
+    """Number of averagings, and the last ones."""
+
+    rounds: int = 0
+    last: deque[Averaging] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def add(self, averaging: Averaging) -> None:
+        """Note an averaging."""
+        self.rounds += 1
+        self.last.append(averaging)
 
 
 class Times(NamedTuple):
@@ -40,17 +53,17 @@ class Times(NamedTuple):
     number: int
     start_s: float
     batch_s: float
-    """The minibatch is there."""
+    """Time at which the minibatch was loaded."""
     gradient_s: float
-    """Its gradient, of a snapshot taken since, is computed."""
+    """Time at which its gradient, of a snapshot taken since, was computed."""
     end_s: float
-    """The shared model is updated."""
+    """Time at which the shared model was updated."""
     partial: bool
 
 
 @dataclass
 class Result:
-    """What an updater leaves."""
+    """Records of one updater's minibatches."""
 
     updater: int
     numbers: array[int] = field(default_factory=lambda: array("q"))
@@ -61,20 +74,33 @@ class Result:
     start_s: float = 0.0
     peak_bytes: int = 0
 
+    def add(self, times: Times, loss: float, stale: int = 0) -> None:
+        """Note a minibatch; `stale`: updates of others between its snapshot and its update."""
+        self.numbers.append(times.number)
+        self.losses.append(loss)
+        self.ends_s.append(times.end_s)
+        self.staleness[min(stale, STALEST)] += 1
+        self.times.append(times)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start of the first minibatch to the end of the last, in seconds."""
+        return self.ends_s[-1] - self.start_s if self.ends_s else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdaterReport:
-    """What one updater did."""
+    """Minibatches and times of one updater."""
 
     updater: int
     minibatches: int
     partial: int = 0
-    """How many of them were for its block alone."""
+    """Minibatches for its block alone."""
     samples: int = 0
     seconds: float = 0.0
-    """From the start of its first minibatch to the end of its last; 0 where that is not known."""
+    """Time from the start of its first minibatch to the end of its last; 0 if unknown."""
     peak_bytes: int = 0
-    """Largest resident memory of its process; 0 where it is not known."""
+    """Largest resident memory of its process; 0 if unknown."""
     lost: str | None = None
 
     @property
@@ -101,11 +127,11 @@ class LocalReport:
     rank: int
     ranks: int
     steps: int
-    """Minibatches that the rank was to do."""
+    """Minibatches that were asked of the rank."""
     minibatches: int
     """Updates that were done; fewer than `steps` where updaters were lost or the run was stopped."""
     seconds: float
-    """From the start of the first minibatch to the end of the last."""
+    """Time from the start of the first minibatch to the end of the last."""
     updaters: tuple[UpdaterReport, ...]
     staleness: tuple[int, ...] = ()
     """Entry i: minibatches with i updates of other updaters between their snapshot and their own update."""
@@ -160,10 +186,10 @@ class LocalReport:
 
 
 def make_report(
-    world: World, steps: int, done: int, updaters: Sequence[UpdaterReport], results: Sequence[Result],
-    rounds: int = 0, averagings: Sequence[Averaging] = (), notes: Sequence[str] = (),
-) -> LocalReport:  # fmt: skip
-    """Report any run; `rounds` of averagings, of which the last ones are known."""
+    world: World, steps: int, updaters: Sequence[UpdaterReport], results: Sequence[Result], averagings: Averagings
+) -> LocalReport:
+    """Return the report of any run of `steps` minibatches."""
+    done = sum(updater.minibatches for updater in updaters)
     worked = [one for one in results if one.ends_s]
     histogram = [sum(column) for column in zip(*(one.staleness for one in results), strict=True)]
     while histogram and not histogram[-1]:
@@ -179,7 +205,7 @@ def make_report(
             marks = (times.start_s, times.batch_s, times.gradient_s, times.end_s)
             for task, start_s, end_s in zip(("batch", f"gradient{block}", "update"), marks, marks[1:], strict=False):
                 add(f"{task} {times.number}", f"{UPDATER}{one.updater}", start_s, end_s)
-    for averaging in averagings:
+    for averaging in averagings.last:
         add("snapshot", "network", averaging.start_s, averaging.sent_s)
         add("all_reduce, addition", "network", averaging.sent_s, averaging.end_s)
     return LocalReport(
@@ -190,8 +216,8 @@ def make_report(
         seconds=max(one.ends_s[-1] for one in worked) - min(one.start_s for one in worked) if worked else 0.0,
         updaters=tuple(updaters),
         staleness=tuple(histogram),
-        rounds=rounds,
-        averagings=tuple(averagings),
+        rounds=averagings.rounds,
+        averagings=tuple(averagings.last),
         spans=tuple(sorted(spans, key=lambda span: span.start_us)),
-        notes=tuple(notes),
+        notes=(f"{steps - done} minibatches were not done",) if done < steps else (),
     )

@@ -1,9 +1,9 @@
-"""`run_local_async`: trains a job by LAP-SGD, LPP-SGD, local SGD, post-local SGD or plain minibatch SGD."""
+"""Training of a job by LAP-SGD, LPP-SGD, local SGD, post-local SGD or plain minibatch SGD."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Avera
 from runtime.local_async.job import LocalJob, Request
 from runtime.local_async.preparing import Prepared, agree_on_plan, agreed, mps_note, prepare
 from runtime.local_async.processes import check_not_imported
-from runtime.local_async.report import LocalReport, Result, UpdaterReport, make_report
+from runtime.local_async.report import Averagings, LocalReport, Result, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.local_async.synchronous import train_by_session, train_locally
 from runtime.local_async.updater import DONE as UPDATED
@@ -30,17 +30,17 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRun:
-    """What came out of a run, on one rank."""
+    """The result of a run, on one rank."""
 
     model: nn.Module
-    """Trained: the same on every rank."""
+    """The trained model, the same on every rank."""
     report: LocalReport
     numbers: tuple[int, ...]
-    """Of this rank's minibatches, in order; those of lost updaters are missing."""
+    """Numbers of this rank's minibatches, in order; those of lost updaters are missing."""
     losses: tuple[float, ...]
-    """Theirs, in the same order."""
+    """Losses of these minibatches, in the same order."""
     ends_s: tuple[float, ...]
-    """When each update of this rank was done, in order, by the machine's monotonic clock."""
+    """Ends of this rank's updates, in order, in seconds of the machine's monotonic clock."""
 
 
 def run_local_async(
@@ -64,13 +64,13 @@ def run_local_async(
         job: makes the task; called once in this process and once in every updater, so it has to be importable by name:
             a module's function, or functools.partial of one.
         plan: a plan, or the path of plan.json; the same on every rank.
-        steps: minibatches of this rank, over all of its updaters.
+        steps: number of minibatches of this rank, over all of its updaters.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
-        seed: of the partition of data and its order, where the job has a `loader`.
+        seed: seed of the partition of data and its order, where the job has a `loader`.
         timeout_s: deadline of every wait for other ranks; an updater that makes no update for half of it is taken for
             hung. Default: 20 times what the minibatches between two averagings (at least one of each updater) take one
             after the other, at least 120 s.
-        start_method: of updaters: `spawn`, or `forkserver`.
+        start_method: how updaters are started: `spawn`, or `forkserver`.
         on_lost: when an updater was killed or hung, let the others `continue` and do what is left, or `stop` all ranks
             after the minibatches that have begun.
 
@@ -142,7 +142,7 @@ def _train(prepared: Prepared, starting: World, group: dist.ProcessGroup | None)
 
 
 def _start(updaters: Updaters, world: World) -> None:
-    """Return when the updaters of all ranks are ready. Raises on all ranks where those of one are not."""
+    """Start the updaters, and wait until those of all ranks are ready. Raises on all ranks if those of one are not."""
     error: Exception | None = None
     try:
         updaters.start()
@@ -159,7 +159,7 @@ def _start(updaters: Updaters, world: World) -> None:
 
 
 class _Parent:
-    """What the parent process of one rank does while updaters train."""
+    """The parent process of one rank while updaters train."""
 
     def __init__(self, prepared: Prepared, shared: SharedModel, updaters: Updaters, world: World) -> None:
         self._prepared, self._shared, self._updaters, self._world = prepared, shared, updaters, world
@@ -169,7 +169,7 @@ class _Parent:
         """Updates of this rank at its last averaging."""
 
     def train(self) -> Trained:
-        """Return when all ranks' updaters have ended and all ranks have the same model."""
+        """Train until all ranks' updaters have ended and all ranks have the same model."""
         updaters = self._updaters
         updaters.go(self._prepared.timeout_s / 2)  # well before other ranks give this one up
         over = False
@@ -192,29 +192,25 @@ class _Parent:
         updaters, averager = self._updaters, self._averager
         results, reports = {one.updater: one for one in updaters.results}, []
         for number in range(self._spec.updaters):
-            counts, result = updaters.counts(number), results.get(number)
+            counts, result = updaters.counts(number), results.get(number, Result(number))
             reports.append(
                 UpdaterReport(
                     updater=number,
                     minibatches=counts[UPDATED],
                     partial=counts[PARTIAL],
                     samples=counts[SAMPLES],
-                    seconds=result.ends_s[-1] - result.start_s if result is not None and result.ends_s else 0.0,
-                    peak_bytes=result.peak_bytes if result is not None else 0,
+                    seconds=result.seconds,
+                    peak_bytes=result.peak_bytes,
                     lost=updaters.lost.get(number),
                 )
             )
-        short = self._steps - updaters.done
-        notes = mps_note(self._shared.model, self._spec.updaters)
-        notes += (f"{short} minibatches were not done",) if short else ()
-        rounds, averagings = (averager.rounds, averager.averagings) if averager is not None else (0, ())
-        return make_report(
-            self._world, self._steps, updaters.done, reports, list(results.values()), rounds, averagings, notes
-        )
+        record = averager.record if averager is not None else Averagings()
+        report = make_report(self._world, self._steps, reports, list(results.values()), record)
+        return replace(report, notes=mps_note(self._shared.model, self._spec.updaters) + report.notes)
 
     @property
     def _status(self) -> int:
-        """What this rank says of itself."""
+        """Status of this rank, for the others."""
         updaters, lost = self._updaters, self._updaters.lost
         if updaters.error is not None or (updaters.over and len(lost) == self._spec.updaters):
             return FAILED
@@ -231,7 +227,7 @@ class _Parent:
         if FAILED in statuses:
             raise CommunicationError(
                 f"rank {self._world.rank}: the updaters of rank {statuses.index(FAILED)} failed (found out at "
-                f"averaging {averager.rounds - 1}); look at its error"
+                f"averaging {averager.record.rounds - 1}); look at its error"
             )
         if STOPPING in statuses:
             self._updaters.stop()
@@ -241,5 +237,5 @@ class _Parent:
         if self._updaters.error is not None:
             raise self._updaters.error
         if self._status == FAILED:
-            told = "; ".join(f"updater {number} {why}" for number, why in self._updaters.lost.items())
-            raise EnvironmentFailure(f"rank {self._world.rank}: no updater is left: {told}")
+            lost = "; ".join(f"updater {number} {why}" for number, why in self._updaters.lost.items())
+            raise EnvironmentFailure(f"rank {self._world.rank}: no updater is left: {lost}")

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.shared_memory import SharedMemory
 from runtime.core.buckets import is_dense, view_of
 from runtime.errors import EnvironmentFailure, InputError
-from runtime.local_async.memory import SharedMemory
 from runtime.plan.names import canonical_name
 
 ALIGNMENT = 64
@@ -60,7 +60,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a model lie; equal for equal models."""
+    """Places of a model's tensors; equal for equal models."""
 
     slots: tuple[Slot, ...]
     flats: tuple[Flat, ...]
@@ -177,7 +177,7 @@ class SharedModel:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is not averaged."""
+        """Tensors that are not averaged."""
         return [
             self.memory[slot.start_bytes : slot.start_bytes + slot.size_bytes].view(slot.dtype)
             for slot in self.layout.slots
@@ -212,7 +212,7 @@ def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tens
 
 
 class Snapshots:
-    """What one updater computes gradients with: copies of the shared parameters, taken without a lock."""
+    """One updater's copies of the shared parameters, taken without a lock, to compute gradients with."""
 
     def __init__(self, shared: SharedModel) -> None:
         # Of the trained parameters alone: all else is used where it is.
@@ -258,7 +258,13 @@ def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
             ) from error
         handle: Any = memory
     else:
-        handle = SharedMemory(size_bytes=size_bytes)
+        try:
+            handle = SharedMemory(size_bytes)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"this system gives no shared memory of {size_bytes} bytes ({error.strerror}); use fewer ranks on this "
+                f"machine, or a smaller model"
+            ) from error
         memory = handle.bytes()
     tensors = {canonical_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What Algorithm 1 is compared with, in the rank's own process: minibatch SGD, local SGD and post-local SGD."""
+"""Minibatch SGD, local SGD and post-local SGD in the rank's own process, to compare Algorithm 1 with."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples_of
 from runtime.local_async.preparing import Prepared, agreed, check_request, made
-from runtime.local_async.report import LocalReport, Result, Times, UpdaterReport, make_report
+from runtime.local_async.report import Averagings, LocalReport, Result, Times, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.plan import Plan
 from runtime.session.attaching import attach
 
 
 class Loop:
-    """One process that trains step by step, and notes what an updater notes."""
+    """One process that trains step by step, with the records of an updater."""
 
     def __init__(self, job: LocalJob, rank: int, ranks: int, seed: int) -> None:
         self.job = job
@@ -31,7 +31,7 @@ class Loop:
         self._samples = 0
 
     def run(self, steps: int, after: Callable[[int], None] = lambda number: None) -> None:
-        """Train for so many steps; `after` is called with the number of each."""
+        """Train; `after` is called with the number of each step."""
         self.result.start_s = time.perf_counter()
         for number in range(steps):
             start_s = time.perf_counter()
@@ -40,31 +40,27 @@ class Loop:
             self.optimizer.zero_grad()
             loss = self.job.loss(self.job.model, batch)
             loss.backward()
-            self.result.losses.append(float(loss.detach()))
+            value = float(loss.detach())
             gradient_s = time.perf_counter()
             self.optimizer.step()
             if self._schedule is not None:
                 self._schedule.step()
             after(number)
             end_s = time.perf_counter()
-            self.result.numbers.append(number)
-            self.result.ends_s.append(end_s)
-            self.result.staleness[0] += 1
-            self.result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial=False))
+            self.result.add(Times(number, start_s, batch_s, gradient_s, end_s, partial=False), value)
             self._samples += samples_of(batch)
 
-    def report(self, world: World, averager: Averager | None) -> LocalReport:
+    def report(self, world: World, averager: Averager | None = None) -> LocalReport:
+        """Return the report of all steps."""
         done = len(self.result.numbers)
-        seconds = self.result.ends_s[-1] - self.result.start_s
-        mine = UpdaterReport(updater=0, minibatches=done, samples=self._samples, seconds=seconds)
-        rounds, averagings = (averager.rounds, averager.averagings) if averager is not None else (0, ())
-        return make_report(world, done, done, [mine], [self.result], rounds, averagings)
+        mine = UpdaterReport(updater=0, minibatches=done, samples=self._samples, seconds=self.result.seconds)
+        return make_report(world, done, [mine], [self.result], averager.record if averager else Averagings())
 
 
 def train_by_session(
     request: Request, plan: Plan, group: dist.ProcessGroup | None
 ) -> tuple[nn.Module, LocalReport, list[Result]]:
-    """Minibatch SGD: gradients are averaged in every step, by the plan's buckets. Raises as `runtime.attach` does."""
+    """Train by minibatch SGD: gradients are averaged in every step, by the plan's buckets. Raises as `attach` does."""
     problem = check_request(request)
     if problem is not None:
         raise InputError(problem)
@@ -77,11 +73,11 @@ def train_by_session(
     finally:
         session.detach()
     place.broadcast(job.model.buffers())  # they follow rank 0 before each forward, and have changed in the last one
-    return job.model, loop.report(place, None), [loop.result]
+    return job.model, loop.report(place), [loop.result]
 
 
 def train_locally(prepared: Prepared, world: World) -> tuple[nn.Module, LocalReport, list[Result]]:
-    """Local SGD: each rank trains alone, and waits for the average of all models after every K-th step."""
+    """Train by local SGD: each rank alone, waiting for the average of all models after every K-th step."""
     request, job = prepared.request, prepared.job
     _, memory = agreed(world, "sharing memory", lambda: make_memory(job.model, prepared.layout), "sharing memory")
     shared = SharedModel(job.model, prepared.layout, memory)

@@ -17,34 +17,38 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.errors import InputError, PlannerError
+from runtime.comm.shared_memory import SharedMemory
+from runtime.errors import EnvironmentFailure, InputError, PlannerError
 from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples_of
-from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.memory import AtomicCounter, Doorbell
 from runtime.local_async.partial import partial_backward
 from runtime.local_async.processes import end_with_parent, status_bytes
-from runtime.local_async.report import STALEST, Result, Times
+from runtime.local_async.report import Result, Times
 from runtime.local_async.shared import Layout, SharedModel, Snapshots
 from runtime.plan import LocalAsyncSpec
 
 BEGUN, DONE, PARTIAL, SAMPLES, COUNTS = 0, 1, 2, 3, 4
-"""Columns of the table in which each updater counts, in a row of its own, so that the counts of a killed one stay."""
+"""Columns of the table of counts; each updater has a row of its own, so that the counts of a killed one stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What the updaters of a rank share beside the model."""
+    """Counters that the updaters of a rank share."""
 
     begun: AtomicCounter
-    """Minibatches that were given out: the counter s of Algorithm 1."""
+    """Count of minibatches that were given out: the counter s of Algorithm 1."""
     done: AtomicCounter
     doorbell: Doorbell
     counts: SharedMemory
-    """`COUNTS` of int64 for each updater."""
+    """Table of `COUNTS` columns (int64), with a row for each updater."""
 
     @classmethod
     def make(cls, updaters: int) -> Shared:
-        counts = SharedMemory(size_bytes=updaters * COUNTS * np.dtype(np.int64).itemsize)
-        return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+        try:
+            counts = SharedMemory(updaters * COUNTS * np.dtype(np.int64).itemsize)
+            return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+        except OSError as error:
+            raise EnvironmentFailure(f"this system gives updaters no shared memory ({error.strerror})") from error
 
     def row(self, updater: int) -> Any:
         return self.counts.bytes().numpy().view(np.int64)[updater * COUNTS : (updater + 1) * COUNTS]
@@ -52,13 +56,13 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an updater has to do: the same for all of a rank but for its number."""
+    """The task of an updater: the same for all of a rank but for its number."""
 
     request: Request
     spec: LocalAsyncSpec
     layout: Layout
     memory: Any
-    """See `make_memory`."""
+    """Handle of the shared model (see `make_memory`)."""
     shared: Shared
     rank: int
     ranks: int
@@ -72,14 +76,14 @@ class Task:
 
     @property
     def block(self) -> tuple[str, ...] | None:
-        """Of LPP-SGD; None: every minibatch is for the whole model."""
+        """Names of the parameters of its block (LPP-SGD); None: every minibatch is for the whole model."""
         blocks = self.spec.blocks
         return None if blocks is None else blocks[self.updater % len(blocks)]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What an updater leaves that raised."""
+    """The message of an updater that raised."""
 
     error: PlannerError | None
     text: str
@@ -94,7 +98,7 @@ class Updater:
     """The state of one updater; its momentum, data order and learning rate are its own."""
 
     def __init__(self, task: Task) -> None:
-        """Make the job anew. Raises InputError where it is another one than the rank's."""
+        """Make the job anew. Raises InputError if it is another one than the rank's."""
         self.task = task
         self.job = job = task.request.make()
         if not isinstance(job, LocalJob):
@@ -105,7 +109,7 @@ class Updater:
                 f"the job's function made another model in an updater than in its rank: {found}; expected the same at "
                 f"every call"
             )
-        # The first updater goes on with the generators as the job has left them, as a single process would.
+        # The first updater continues with the generators as the job has left them, as a single process would.
         if task.part.index > 0:
             # Random numbers of its own: dropout and augmentation must not be alike in all of them.
             seed = (torch.initial_seed() + task.part.index) % 2**32
@@ -126,6 +130,7 @@ class Updater:
         self._partial_next = True
 
     def run(self) -> Result:
+        """Train until all minibatches have begun; return the records."""
         result, task = self.result, self.task
         result.start_s = time.perf_counter()
         while (number := task.shared.begun.take()) < task.request.steps:
@@ -168,13 +173,7 @@ class Updater:
         row[SAMPLES] += samples_of(batch)
         stale = shared.done.take() - seen
         shared.doorbell.ring()
-        end_s = time.perf_counter()
-        result = self.result
-        result.numbers.append(number)
-        result.losses.append(loss)
-        result.ends_s.append(end_s)
-        result.staleness[min(stale, STALEST)] += 1
-        result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial))
+        self.result.add(Times(number, start_s, batch_s, gradient_s, time.perf_counter(), partial), loss, stale)
 
     def _gradient(self, batch: Any, partial: bool) -> float:
         """Fill `.grad` of the whole model, or of the block; returns the loss."""
@@ -190,7 +189,7 @@ class Updater:
 
 
 def main(task: Task, connection: Connection) -> None:
-    """Be an updater's process: say that it is ready, wait to be told to go, and leave a `Result` or a `Failure`."""
+    """Run an updater's process: send `READY`, wait for `GO`, and send a `Result` or a `Failure`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which ends its updaters
     end_with_parent()
     word: Any

@@ -22,12 +22,12 @@ from runtime.local_async.report import Result
 from runtime.local_async.updater import BEGUN, DONE, GO, READY, Failure, Task, main
 
 START_METHODS = ("spawn", "forkserver")
-"""How updaters may be started. Not by fork: a forked process has none of its parent's threads, but the locks that they
-held, and CUDA does not work in it."""
+"""Allowed start methods of updaters. Not fork: a forked process has none of its parent's threads, but the locks that
+they held, and CUDA does not work in it."""
 PRELOADED = ["runtime.local_async.updater", "torch._dynamo"]
-"""What a fork server imports once for all updaters; torch imports the second with the first optimizer."""
+"""Modules that a fork server imports once for all updaters; torch imports the second with the first optimizer."""
 LONGEST_WATCH_S = 0.2
-"""How long a change may go unnoticed of which no event tells: an updater that hangs."""
+"""Seconds that a change without an event, an updater that hangs, may go unnoticed."""
 LONGEST_AWAY_S = 1.0
 """A parent that has not looked after its updaters for so long cannot tell whether they hang."""
 ENDING_S = 10.0
@@ -45,7 +45,7 @@ def check_start_method(method: str) -> str | None:
 
 
 OWN_WORDS = f"; it said why on standard error; {GUARD}"
-"""Of an updater that could not begin and ended by itself."""
+"""End of the message about an updater that could not begin and ended by itself."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Updaters:
         self.stall_limit_s = float("inf")
         """An updater that makes no update for so long is taken for hung, and killed."""
         self._looked_s = 0.0
-        """When it was last looked whether one hangs."""
+        """Time of the last check for updaters that hang."""
         self._all: list[_Updater] = []
 
     def start(self) -> None:
@@ -218,12 +218,12 @@ class Updaters:
 
     @property
     def results(self) -> list[Result]:
-        """Of those that ended in order."""
+        """Records of updaters that ended in order."""
         return [one.result for one in self._all if one.result is not None]
 
     @property
     def lost(self) -> dict[int, str]:
-        """Updater → why it ended before its time."""
+        """Reasons of updaters that ended early, by number."""
         return {one.number: one.lost for one in self._all if one.lost is not None}
 
     def counts(self, number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a session asks of a way to train (a mode); where a mode says nothing, what synchronous training does.
+"""The interface between a session and a mode (a way to synchronize); its defaults are synchronous training.
 
 A mode is one module and one line of the registry, `runtime.checks.modes.MODES`.
 """
@@ -31,7 +31,7 @@ from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
 
 
 class Host(Protocol):
-    """What a mode gets of its session."""
+    """The part of a session that its mode sees."""
 
     model: nn.Module
     world: World
@@ -39,7 +39,7 @@ class Host(Protocol):
     parameters: dict[str, nn.Parameter]
     device: torch.device
     step: int
-    """How many steps have been exchanged."""
+    """Number of steps that have been exchanged."""
     options: AttachOptions
 
     @property
@@ -54,7 +54,7 @@ class Host(Protocol):
         ...
 
     def put(self, exchange: Exchange) -> None:
-        """Another exchange takes the place of the present one, between two steps; all ranks call this."""
+        """Replace the active exchange between two steps; all ranks call this."""
         ...
 
 
@@ -62,23 +62,23 @@ class StepHooks:
     """Called around forwards of the model and the optimizer's step; by default nothing happens."""
 
     def before_forward(self) -> None:
-        """A forward of the model begins."""
+        """Handle the beginning of a forward of the model."""
 
     def wait_for_weights(self) -> None:
         """Block until this rank has all ranks' weights; see `Session.wait_for_weights`."""
 
     def begin_step(self) -> None:
-        """The optimizer's step begins, or that of its base class in it; hooks on it come next."""
+        """Handle the beginning of the optimizer's step, or of that of its base class in it; hooks on it come next."""
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
         return None
 
     def after_step(self) -> None:
-        """The optimizer has made a step."""
+        """Handle the end of an optimizer's step."""
 
     def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of another optimizer than the session's begins, of this model or of any other."""
+        """Handle the beginning of a step of another optimizer than the session's, of this model or of any other."""
 
 
 NO_HOOKS = StepHooks()
@@ -88,24 +88,25 @@ class Mode:
     """One way to train by one plan, on all ranks of a session alike."""
 
     name: ClassVar[str]
-    """As in `runtime.plan.combinations`."""
+    """Name in `runtime.plan.combinations`."""
     what: ClassVar[str] = "synchronous steps"
-    """What the plan has, in a message."""
+    """Name of the mode in messages, as what follows "the plan has"."""
     relaxed: ClassVar[bool] = False
     """Whether plans have to say that their accuracy is relaxed."""
     attach_reason: ClassVar[str | None] = None
-    """Why no session can train so; None: sessions can."""
+    """Reason why no session can train in this mode; None: sessions can."""
     owns_step: ClassVar[str | None] = None
-    """What it does in the place of the optimizer's step, as what follows "the plan": no wrapper may do a part of it."""
+    """Work that it does in place of the optimizer's step, as what follows "the plan": no wrapper may do a part of it.
+    """
     late_reason: ClassVar[str | None] = None
-    """Why a run that has begun cannot switch to it; None: it can."""
+    """Reason why a run that has begun cannot switch to it; None: it can."""
     aside_reason: ClassVar[str | None] = None
-    """Why nothing else may train the model while the session is put aside; None: it may."""
+    """Reason why nothing else may train the model while the session is put aside; None: it may."""
     sends: ClassVar[str | None] = None
     """The collective of all buckets; None: what each of them says."""
 
     def __init__(self, plan: Plan, host: Host) -> None:
-        """All ranks call this, and nothing has changed yet."""
+        """Prepare the mode; all ranks call this, and nothing has changed yet."""
         self.plan, self.host = plan, host
 
     # What is refused, before anything is changed; the class is asked.
@@ -129,7 +130,7 @@ class Mode:
 
     @property
     def synchronous_plan(self) -> Plan:
-        """What of the plan its synchronous steps carry out."""
+        """Plan of its synchronous steps."""
         return self.plan
 
     # From attach to detach.
@@ -140,7 +141,8 @@ class Mode:
         One whose collectives have phases gets its communicator when it is put in place: all ranks have to be there.
         """
         plan, host = self.synchronous_plan, self.host
-        world, carried = host.world, ErrorFeedbackState(loss_scale=host.options.loss_scale)
+        world, scale = host.world, host.options.loss_scale
+        carried = ErrorFeedbackState(loss_scale=scale, parameters=host.parameters)
         buckets: list[BucketBuffer] = []
         communicator: Communicator = NullCommunicator()
         if host.options.communicate and not has_phases(plan):
@@ -149,24 +151,22 @@ class Mode:
         # One rank alone has no buckets: its `.grad`s are averages already.
         if world.ranks > 1 or not host.options.communicate:
             buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
-            carried = ErrorFeedbackState(buckets, lossy, host.options.loss_scale)
-        launcher = AllReduce(
-            buckets, flags, communicator, carried, host.parameters, host.recorder, ranks=world.ranks,
-            exact=plan.accuracy == "exact",
-        )  # fmt: skip
+            carried = ErrorFeedbackState(buckets, lossy, scale)
+        exact = plan.accuracy == "exact"
+        launcher = AllReduce(buckets, flags, communicator, carried, host.recorder, exact=exact)
         return Exchange(plan, host.parameters, buckets, launcher, carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:
-        """The exchange is in place; all ranks call this between the same two steps."""
+        """Begin with an exchange that is in place; all ranks call this between the same two steps."""
 
     @property
     def own_weights(self) -> bool:
-        """Whether ranks have weights and buffers of their own now."""
+        """True while ranks have weights and buffers of their own."""
         return False
 
     @property
     def predicted(self) -> bool:
-        """Whether the plan's prediction is of the steps that are made now."""
+        """True while the plan's prediction is of the steps that are made."""
         return True
 
     @property
@@ -175,11 +175,13 @@ class Mode:
         return NO_HOOKS
 
     def exchanged(self) -> None:
-        """A step's gradients have been exchanged, and counted in `Host.step`; the optimizer's step comes next."""
+        """Handle a step whose gradients have been exchanged and counted in `Host.step`; the optimizer's step comes
+        next.
+        """
 
     @property
     def over(self) -> bool:
-        """Whether the step that has been exchanged is to be the last one, on all ranks alike."""
+        """True if the step that has been exchanged is to be the last one, on all ranks alike."""
         return False
 
     def afterwards(self) -> Plan | None:
@@ -187,7 +189,7 @@ class Mode:
         return None
 
     def go_on(self) -> None:
-        """No other plan follows the step that has been exchanged."""
+        """Continue: no other plan follows the step that has been exchanged."""
 
     def send_as(self, bucket: int, following: Plan) -> bool:
         """Return whether the mode itself sees to it that a bucket is sent as `following` says from now on."""
@@ -201,7 +203,7 @@ class Mode:
         return nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside the plan: what `load` continues from."""
+        """Return what a checkpoint needs besides the plan: what `load` continues from."""
         carried = self.host.exchange.carried.state()
         return {"rank": self.host.world.rank, "carried": carried} if carried else {}
 
@@ -224,7 +226,7 @@ class Mode:
         )
 
     def whole_optimizer_state(self) -> AbstractContextManager[None]:
-        """See `Session.whole_optimizer_state`."""
+        """Return a context in which the optimizer has the whole state; see `Session.whole_optimizer_state`."""
         return nullcontext()
 
     lingers: ClassVar[bool] = False
@@ -234,7 +236,7 @@ class Mode:
         """Leave all ranks the same weights and the whole state, for another mode; all of them call this at once."""
 
     def close(self) -> None:
-        """The session is detached; its exchange is closed."""
+        """Release the mode of a session that is detached; its exchange is closed."""
 
 
 class Synchronous(Mode):

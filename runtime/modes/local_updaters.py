@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from runtime.errors import InputError
 from runtime.modes.base import Mode
-from runtime.plan import HINT, Plan, check_blocks
+from runtime.plan import HINT, Plan, blocks_problem
 from runtime.plan.combinations import LOCAL_UPDATERS
 
 
@@ -38,8 +37,4 @@ class LocalUpdaters(Mode):
         unknown = next((name for block in spec.blocks or () for name in block if name not in parameters), None)
         if unknown is not None:
             return f"a block of the plan holds {unknown!r}, which is no trainable parameter of the model; {HINT}"
-        try:
-            check_blocks(spec, plan.gradients, "the plan's blocks")
-        except InputError as error:
-            return str(error)
-        return None
+        return blocks_problem(spec, plan.gradients, "the plan's blocks")

@@ -43,12 +43,12 @@ class StepTimes:
     """One step in microseconds, as predicted or as measured on one rank."""
 
     exchanged_us: float
-    """From the start of forward to the last averaged gradient."""
+    """Time from the start of forward to the last averaged gradient."""
     compute_us: float
-    """From the start of forward to the end of autograd."""
+    """Time from the start of forward to the end of autograd."""
     update_us: float
     buckets_us: tuple[float, ...]
-    """How long each bucket had the link to itself; empty where unknown."""
+    """Time for which each bucket had the link to itself; empty if unknown."""
     alone_us: float = 0.0
     """Forward and backward of a micro-batch that only accumulates, as predicted."""
 
@@ -133,7 +133,7 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
     windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last), WINDOW_STEPS)]
     # Times of buckets are the most marks to read, and only a drift asks for them.
     measured = measured_times(last, clock, with_buckets=False)
-    if all(step.update_end is None for step in last):  # without an optimizer nobody times the update
+    if all(step.update_end is None for step in last):  # without an optimizer the update is not timed
         predicted = replace(predicted, update_us=0.0)
     medians = [statistics.median(clock.between_us(s.forward, s.end) for s in window) for window in windows]
     slower = min(medians) + measured.update_us > (1.0 + SLOWER) * predicted.step_us
@@ -187,7 +187,7 @@ def find_cause(measured: StepTimes, predicted: StepTimes) -> Cause:
 
 
 def _excess(measured_us: Sequence[float], predicted_us: Sequence[float]) -> float:
-    """By what share of the prediction messages took longer."""
+    """Return the share of the prediction by which messages took longer."""
     return (sum(measured_us) - sum(predicted_us)) / max(sum(predicted_us), 1e-9)
 
 
@@ -203,13 +203,13 @@ class DriftGuard:
         self.verdict: Verdict | None = None
 
     def begin(self, plan: Plan | None) -> None:
-        """Another plan's steps follow; None: steps that nobody has predicted."""
+        """Begin to judge another plan's steps; None: they are not predicted."""
         self._predicted = None if plan is None else predicted_times(plan)
         self._done, self._due = 0, WARM_UP_STEPS + WINDOW_STEPS * WINDOWS
         self._warned, self.verdict = False, None
 
     def step_done(self, steps: Iterable[StepMarks]) -> None:
-        """One more step is in `steps`, the last ones of this plan. Warns (DriftWarning) where it is time to."""
+        """Judge now and then, after a step, the last steps of this plan. Warns (DriftWarning), once, if they drift."""
         self._done += 1
         if self._done < self._due or self._predicted is None:
             return

@@ -1,6 +1,6 @@
 """Whether delayed steps are shorter than the synchronous ones of the warm-up before them: if not, delay does only harm.
 
-Steps are timed in turns of k, for one of k takes what was pulled; what counts is the median of some turns, so that a
+Steps are timed in groups of k, for one of k takes what was pulled; what counts is the median of some groups, so that a
 validation in between does not. Work that changes with the delay's beginning (longer batches, say) is taken for its
 doing. Every worker tells the others what it saw behind one push, so that all decide alike, at one step, without a
 message of their own.
@@ -25,7 +25,7 @@ from runtime.monitor.verdict import Z_SCORE, Verdict, faster
 TURNS, SKIPPED = 16, 2
 """Turns of k steps that are timed, before and after, and that are left out when the delay begins."""
 NO_TIMING = (0.0, 0.0, 0.0)
-"""Told in all steps but one: (synchronous step, delayed step, noise of their difference), in microseconds."""
+"""Report of all steps but one: (synchronous step, delayed step, noise of their difference), in microseconds."""
 
 
 class Pace:
@@ -38,10 +38,10 @@ class Pace:
         self._step = 0
         """Number of the last synchronous one."""
         self._synchronous: list[float] = []
-        """Its turns, when the delay has begun."""
+        """Times of the warm-up's turns, when the delay has begun."""
         self._after: list[Any] = []
         self.verdict: Verdict | None = None
-        """None until all ranks have told what they saw, and where the warm-up or the delay is too short to say."""
+        """Verdict; None until all ranks have reported, and if the warm-up or the delay is too short for one."""
 
     def state(self) -> dict[str, Any]:
         """Return what `load` continues from: what the warm-up showed, and whether that is still to be compared."""
@@ -52,7 +52,7 @@ class Pace:
         self._synchronous, self._over = list(state["synchronous"]), state["over"]
 
     def synchronous_step(self, step: int) -> None:
-        """After each step of the warm-up, by its number: of those that do not follow one another nothing is known."""
+        """Mark a step of the warm-up, by its number: times of steps that do not follow one another are not known."""
         if step != self._step + 1:
             self._before.clear()
         self._step = step
@@ -62,7 +62,7 @@ class Pace:
         return self._turns_us(self._before) or self._synchronous
 
     def delayed_step(self, k: int) -> tuple[float, float, float]:
-        """After each backward with a delay of `k`: what this rank tells the others."""
+        """Mark a backward with a delay of `k`; return what this rank reports to the others."""
         self._over = self._over or k != self._k
         if self._over:
             return NO_TIMING

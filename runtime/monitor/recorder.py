@@ -1,10 +1,11 @@
-"""What happened when, in the last steps: marks of a clock, turned into times only when somebody asks."""
+"""Marks of a clock in the last steps, turned into times only when a report needs them."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -16,48 +17,38 @@ from runtime.monitor.clock import Clock
 from runtime.torch_compat import ModuleHook, hook_after_forward, hook_before_forward
 
 KEPT_STEPS = 60
-"""More than `runtime.monitor.drift` judges: the last ones may still be on their way through a device."""
+"""Number of steps that are kept, more than `runtime.monitor.drift` judges: the last ones may still be on a device."""
 
 
 USUAL_STEP_US = 1e5
 
 
+@dataclass(slots=True, eq=False)
 class StepMarks:
-    """The marks of one step; None where something did not happen."""
+    """Marks of one step; None: it did not happen."""
 
-    __slots__ = (
-        "aligned",
-        "backward",
-        "backward_end",
-        "end",
-        "forward",
-        "forward_end",
-        "loss",
-        "micro_batches",
-        "ready",
-        "sent",
-        "update",
-        "update_end",
-    )
+    buckets: InitVar[int]
+    gradients: InitVar[int]
+    micro_batches: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """(forward, its end, end of backward) of the micro-batches before that only accumulated (`no_sync`)."""
+    forward: Any = None
+    forward_end: Any = None
+    loss: Any = None
+    """The loss is there, backward begins; only callers that know mark it."""
+    backward: Any = None
+    """The first gradient is ready."""
+    backward_end: Any = None
+    end: Any = None
+    """All gradients are averaged."""
+    aligned: Any = None
+    """Buffers are rank 0's."""
+    update: Any = None
+    update_end: Any = None
+    ready: list[Any] = field(init=False)
+    sent: list[CommTiming] = field(init=False)
 
-    def __init__(self, buckets: int, gradients: int) -> None:
-        self.micro_batches: list[tuple[Any, Any, Any]] = []
-        """Forward, its end, and the end of backward, of those before that only accumulated (`no_sync`)."""
-        self.forward: Any = None
-        self.forward_end: Any = None
-        self.loss: Any = None
-        """The loss is there, backward begins; only where the caller says so."""
-        self.backward: Any = None
-        """The first gradient is ready."""
-        self.backward_end: Any = None
-        self.end: Any = None
-        """All gradients are averaged."""
-        self.aligned: Any = None
-        """Buffers are rank 0's."""
-        self.update: Any = None
-        self.update_end: Any = None
-        self.ready: list[Any] = [None] * gradients
-        self.sent: list[CommTiming] = [CommTiming() for _ in range(buckets)]
+    def __post_init__(self, buckets: int, gradients: int) -> None:
+        self.ready, self.sent = [None] * gradients, [CommTiming() for _ in range(buckets)]
 
 
 class Recorder:
@@ -77,7 +68,7 @@ class Recorder:
         self._now = StepMarks(*self._shape)
 
     def restart(self, buckets: int, gradients: int) -> None:
-        """Forget all steps: another plan begins. What has been seen of the step that is on its way is kept."""
+        """Forget all steps: another plan begins. Marks of the present step are kept."""
         self.steps.clear()
         self.restarts += 1
         self._shape = (buckets, gradients)
@@ -102,12 +93,12 @@ class Recorder:
             self._now.forward_end = self.clock.mark()
 
     def loss_ready(self) -> None:
-        """For callers that know when backward begins."""
+        """Mark that the loss is there, for callers that know when backward begins."""
         self._now.loss = self.clock.mark()
 
     @property
     def next_forward(self) -> Any:
-        """Of the step that is on its way, if it has begun."""
+        """Mark of the forward of the step that has begun, or None."""
         now = self._now
         return now.micro_batches[0][0] if now.micro_batches else now.forward
 
@@ -123,12 +114,12 @@ class Recorder:
             self.on_backward()
 
     def ready(self, gradient: int) -> None:
-        """The gradient with this index is in its bucket."""
+        """Mark that the gradient with this index is in its bucket."""
         if self.each_gradient:
             self._now.ready[gradient] = self._mark()
 
     def sent(self, bucket: int) -> CommTiming:
-        """Where the communicator notes when it sent this bucket."""
+        """Return the record in which the communicator notes when it sent this bucket."""
         return self._now.sent[bucket]
 
     def end_backward(self) -> None:
@@ -148,7 +139,7 @@ class Recorder:
         return [self.clock.between_us(a.end, b.end) for a, b in pairwise(self.steps)]
 
     def step_us(self, last: int) -> float:
-        """Return the median of at most so many last steps; of none, where another plan has just begun, a usual time."""
+        """Return the median of the last steps; of none, if another plan has just begun, a usual time."""
         return statistics.median(self.intervals_us()[-last:] or [USUAL_STEP_US])
 
     def _before_update(self, *_: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GatherReport:
-    """One gather beside the next forward: medians in microseconds from the end of the step that launched it."""
+    """One gather that overlaps the next forward: medians in microseconds from the end of the step that launched it."""
 
     buckets: tuple[int, ...]
     start_us: float
@@ -16,18 +16,18 @@ class GatherReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The shared step of one rank: medians in microseconds, beside what the plan predicts."""
+    """The sharded step of one rank: medians in microseconds, and the plan's prediction."""
 
     gather_us: float
     """All-gathers of weights, a part of the update."""
     gathers_us: tuple[float, ...]
     late: tuple[GatherReport, ...] = ()
-    """Those beside the next forward, a part of no update."""
+    """Gathers that overlap the next forward and are no part of an update."""
     waited_us: float = 0.0
-    """How long that forward, or whoever came first, waited for them."""
+    """Time for which that forward, or an earlier reader, waited for them."""
     predicted_gather_us: float | None
     state_bytes: int
-    """What this rank keeps of the optimizer's state."""
+    """Size of this rank's part of the optimizer's state."""
 
     def __str__(self) -> str:
         predicted = "" if self.predicted_gather_us is None else f", predicted {self.predicted_gather_us / 1e3:.2f}"

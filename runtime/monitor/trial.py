@@ -1,4 +1,4 @@
-"""Which of two plans is faster: both train in interleaved blocks of steps.
+"""Tests which of two plans is faster: both train in interleaved blocks of steps.
 
 A drift of the machine slows both alike. Nothing is lost where one replaces the other: the residuals of a lossy plan are
 sent with the other one's first step. Every rank measures its own steps; verdicts are made from those of all ranks, of
@@ -23,7 +23,7 @@ ROUNDS = 4
 """Each round has a block of each plan, the second one in the other order."""
 
 Rounds = Sequence[tuple[float, float]]
-"""By round, the median step of the new plan and of the old one in microseconds, on the slowest rank."""
+"""Median step, by round, of the new plan and of the old one in microseconds, on the slowest rank."""
 Steps = Generator[Plan | None, None, Verdict | None]
 """Resumed after each step; yields the plan of the next one, None for the present one."""
 

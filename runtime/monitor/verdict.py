@@ -1,4 +1,4 @@
-"""What is concluded from the steps of a run, and why they are not what was predicted. Torch-free."""
+"""Conclusions from the steps of a run, and the causes of differences from predictions. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Cause = Literal["none", "compute", "network", "rank"]
-"""What made steps longer: nothing; this rank's computation; messages; the first message, which waits for another rank.
-"""
+"""Cause of longer steps: none; this rank's computation; messages; the first message, which waits for another rank."""
 
 BLOCK_STEPS = 5
 """Steps of a plan in a row, where two are tried; the first one, which has come from the other plan, is not counted."""
@@ -21,22 +20,22 @@ Z_SCORE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Steps as they are, held against what they should be: predicted, the exact plan's, those before a delay."""
+    """Comparison of steps with a reference: the prediction, the exact plan's steps or those before a delay."""
 
     good: bool
-    """Whether the run may go on as it does."""
+    """Whether training may continue as it is."""
     step_us: float
     other_us: float
-    """What it is held against."""
+    """Reference step time: of the prediction or of the other plan."""
     text: str
     noise_us: float = 0.0
-    """Of two measured times: half the interval in which their difference lies (`half_interval`, or `Z_SCORE`)."""
+    """Half the interval in which the difference of two measured times lies (`half_interval`, or `Z_SCORE`)."""
     cause: Cause = "none"
-    """Of steps that are longer than predicted."""
+    """Cause of steps that are longer than predicted."""
 
 
 _T_QUANTILES = (12.706, 4.303, 3.182)
-"""Of Student's t at 97.5 % with 1, 2 and 3 degrees of freedom."""
+"""Quantiles of Student's t at 97.5 % with 1, 2 and 3 degrees of freedom."""
 
 
 def t_quantile(freedom: int) -> float:

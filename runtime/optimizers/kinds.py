@@ -1,4 +1,4 @@
-"""What an optimizer is: which one a wrapper holds, and whether it treats elements by themselves, or by their size."""
+"""Kinds of optimizers: the one that a wrapper holds, elementwise ones, and those that hardly depend on sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
     torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
-"""Those of torch. What is derived from them may not be; a class of one's own says so by `elementwise = True`."""
+"""Elementwise optimizers of torch. Derived ones may not be; other classes declare it with `elementwise = True`."""
 
 _WHY_NOT: tuple[tuple[type[torch.optim.Optimizer], str], ...] = (
     (LayerwiseOptimizer, "scales the step of each layer by norms of the whole layer"),
@@ -70,5 +70,5 @@ ADAPTIVE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adamax, torch.optim.Muon, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
     torch.optim.Rprop, LAMB,
 )  # fmt: skip
-"""Those of torch and of this package, and what is derived from them, whose steps hardly depend on the size of
+"""Optimizers of torch and of this package, and those derived from them, whose steps hardly depend on the size of
 gradients."""

@@ -33,7 +33,7 @@ class LAMB(LayerwiseOptimizer):
         adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
-        """Each option may differ between parameter groups.
+        """Take options, each of which may differ between parameter groups.
 
         Args:
             params: parameters, named ones, or groups of them.

@@ -38,7 +38,7 @@ class LARS(LayerwiseOptimizer):
         adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
-        """Each option may differ between parameter groups.
+        """Take options, each of which may differ between parameter groups.
 
         Args:
             params: parameters, named ones, or groups of them.
@@ -70,7 +70,7 @@ class LARS(LayerwiseOptimizer):
     def _update(self, batches: list[Batch], layers: list[Tensor], dtype: torch.dtype) -> None:
         gradients = {p: (p, g) for batch in batches for p, g in zip(batch.parameters, batch.gradients, strict=True)}
         wait = self._norms.start(layers, gradients, dtype)
-        velocities = [self._decayed_velocities(batch) for batch in batches]  # while norms are on their way
+        velocities = [self._decayed_velocities(batch) for batch in batches]  # while norms are in flight
         norms, begin = wait(), 0
         for batch, velocity in zip(batches, velocities, strict=True):
             if not batch.adapted:
@@ -99,9 +99,9 @@ class LARS(LayerwiseOptimizer):
 
 
 def _step(batch: Batch, velocities: list[Tensor], ratios: Tensor | None) -> None:
-    """w ← w − v and the like, where v is decayed already; `ratios`: λ of each layer, shape (layers,), None for 1."""
+    """Update weights with velocities that are decayed already; `ratios`: λ by layer, shape (layers,), None for 1."""
     parameters, gradients, lr = batch.parameters, batch.gradients, batch.group["lr"]
-    # lr · λ of each parameter, as scalar tensors on its device, so that nobody waits for that.
+    # lr · λ of each parameter, as scalar tensors on its device, so that the host does not wait for that.
     if ratios is not None:
         rates = list((ratios * lr).unbind())
     else:

@@ -1,4 +1,4 @@
-"""What LARS and LAMB have in common: which layers they adapt, how these are grouped, and who computes the norms."""
+"""The base of LARS and LAMB: which layers they adapt, how these are grouped, and which rank computes the norms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or what was pickled, shares no norms: its ranks may be others."""
+        """Share no norms in a copy, or after unpickling: the ranks may be others."""
         super().__setstate__(state)
         self._norms, self._own_world = LayerNorms(), World()
 
@@ -70,7 +70,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Update once; returns the loss of `closure`, which evaluates the model again.
+        """Update once; return the loss of `closure`, which evaluates the model again.
 
         Raises:
             InputError: a gradient is sparse, or parameters are on several devices.
@@ -118,7 +118,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 f"optimizer for each"
             )
 
-    # Who computes the norms.
+    # The ranks that compute norms.
 
     def share_norms(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
         """Share the work of computing norms from the next step on (PTO), whose results stay the same bit for bit.
@@ -171,7 +171,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def sharing(self) -> Split | None:
-        """How ranks share norms; None where each computes all of them."""
+        """Split of the norms over ranks; None: each rank computes all of them."""
         return self._norms.split
 
     def observe_norms(self, clock: Clock | None) -> None:

@@ -14,7 +14,7 @@ from runtime.monitor.clock import Clock
 from runtime.optimizers.pto import Pending, Split
 
 KEPT_STEPS = 60
-"""As many as `runtime.monitor.recorder` keeps."""
+"""Number of steps whose times are kept, as by `runtime.monitor.recorder`."""
 
 Pair = tuple[Tensor, Tensor]
 """A layer's weights, and what the other norm is of: its gradient (LARS) or its update (LAMB)."""
@@ -32,7 +32,7 @@ class NormMarks(NamedTuple):
 def pair_norms(pairs: Sequence[Pair], dtype: torch.dtype) -> Tensor:
     """Return the Euclidean norms of each pair. Shape (pairs, 2); added up in `dtype`, and of it.
 
-    A row depends on its pair alone, so that it does not matter which rank computes it, or beside which others.
+    A row depends on its pair alone, so that it does not matter which rank computes it, or together with which others.
     """
     tensors = [tensor for pair in pairs for tensor in pair]
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=dtype)).view(-1, 2)
@@ -49,7 +49,7 @@ class LayerNorms:
 
     def __init__(self) -> None:
         self.split: Split | None = None
-        """How ranks share the norms; None: each computes all of them."""
+        """Split of the norms over ranks; None: each computes all of them."""
         self._places: dict[Tensor, int] = {}
         self._clock: Clock | None = None
         self.marks: deque[NormMarks] = deque(maxlen=KEPT_STEPS)

@@ -1,4 +1,4 @@
-"""What a plan says of the norms of layers: which rank computes which of them, and what that took."""
+"""The norms of layers as a plan shares them: which rank computes which, and their time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from runtime.plan import NormPlan, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class NormReport:
-    """Norms of layers in the last steps of one rank: medians in microseconds, beside what the plan predicts."""
+    """Norms of layers in the last steps of one rank: medians in microseconds, and the plan's predictions."""
 
     layers: int
     shared: bool
     measured_us: float
-    """Computing, sending and waiting for others; not what was done while they were on their way."""
+    """Computing, sending and waiting for others; not what was done while they were in flight."""
     predicted_us: float | None
     replicated_us: float | None
     shared_us: float | None
@@ -33,12 +33,12 @@ class NormReport:
         if self.predicted_us is None:
             return f"{text} ms"
         other_us, other = (self.replicated_us, "by every rank") if self.shared else (self.shared_us, "shared")
-        beside = "" if other_us is None else f", {other} {other_us / 1e3:.2f}"
-        return f"{text}, predicted {self.predicted_us / 1e3:.2f}{beside} ms"
+        comparison = "" if other_us is None else f", {other} {other_us / 1e3:.2f}"
+        return f"{text}, predicted {self.predicted_us / 1e3:.2f}{comparison} ms"
 
 
 class PlannedNorms:
-    """Keeps the norms of one session's optimizer to its plans; of optimizers without norms nothing is asked."""
+    """Keeps the norms of one session's optimizer to its plans; optimizers without norms are left alone."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PlannedNorms:
         world: World,
         clock: Clock,
     ) -> None:
-        """`parameters`: by canonical name."""
+        """Follow no plan yet; `parameters`: by canonical name."""
         self._optimizer = optimizer if isinstance(optimizer, LayerwiseOptimizer) else None
         self._parameters, self._world, self._clock = parameters, world, clock
         self._planned: NormPlan | None = None

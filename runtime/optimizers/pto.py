@@ -28,13 +28,13 @@ from runtime.torch_compat import all_gather_single, wait_for
 Item = TypeVar("Item")
 
 Operation = Callable[[list[Item]], Tensor]
-"""Some of the items, in their order → one row for each. What a row holds depends on its own item alone."""
+"""Function of some of the items, in their order, with one row for each, which depends on its own item alone."""
 
 WHAT = "the exchange of what a parallel tensor operation computed"
 
 
 class Split:
-    """Which rank computes which items' results, and what a result looks like; the same on all ranks."""
+    """The rank that computes each item's result, and a result's shape and dtype; the same on all ranks."""
 
     def __init__(
         self, world: World, owners: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -54,11 +54,11 @@ class Split:
         """Results that each rank sends: as many as the most that one of them has."""
         where = [owner * self.rows + place for owner, place in zip(owners, places, strict=True)]
         self.where = torch.tensor(where, dtype=torch.long, device=device)
-        """Of each item's result, its place among those of all ranks, one rank's after the other's."""
+        """Place of each item's result among those of all ranks, one rank's after the other's."""
 
     @property
     def message_bytes(self) -> int:
-        """What all ranks gather."""
+        """Size of the message that all ranks gather."""
         return self.world.ranks * self.rows * prod(self.shape) * self.dtype.itemsize
 
     def start(self, operation: Operation[Item], items: Sequence[Item]) -> Pending:
@@ -86,7 +86,7 @@ class Split:
 
 
 class Pending:
-    """Results that are on their way."""
+    """Results in flight."""
 
     def __init__(self, split: Split, gathered: Tensor, work: dist.Work | None) -> None:
         self._split, self._gathered, self._work = split, gathered, work
@@ -168,9 +168,9 @@ def _agree(world: World, call: object) -> None:
         return
     everyone = world.gather((digest, str(call)), "comparing the tensors of a parallel tensor operation")
     if len({one for one, _ in everyone}) > 1:
-        told = ", ".join(f"rank {rank}: {text[:120]}" for rank, (_, text) in enumerate(everyone[:4]))
+        found = ", ".join(f"rank {rank}: {text[:120]}" for rank, (_, text) in enumerate(everyone[:4]))
         raise PlanMismatch(
             f"ranks called parallel_tensor_op with different tensors or owners ((elements, owners, shape, dtype): "
-            f"{told}); give every rank the same"
+            f"{found}); give every rank the same"
         )
     known.add(digest)

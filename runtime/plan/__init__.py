@@ -1,4 +1,4 @@
-"""plan.json and the other files that planner and runtime share. Imports no torch."""
+"""Records of plan.json and the other files that planner and runtime share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.plan.document import (
     PlanWorld,
     StepPlan,
     UpdatePlan,
-    check_blocks,
+    blocks_problem,
     check_has_buckets,
     gathers_problem,
     interface_problem,
@@ -29,5 +29,5 @@ from runtime.plan.fully_sharded import FullyShardPlan
 __all__ = [
     "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
     "LocalAsyncSpec", "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
-    "check_blocks", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
+    "blocks_problem", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which features go with which mode (way to synchronize), as data: planner's verifier and the runtime's checks read it.
+"""Features that go with each mode (way to synchronize), as data: planner's verifier and the runtime's checks read it.
 
 Imports nothing but transports.
 """

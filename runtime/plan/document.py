@@ -1,4 +1,5 @@
-"""plan.json: what a runtime of this version can be told to execute. Torch-free, so that deciding stays light.
+"""Records of plan.json: everything that a runtime of this version can execute. Torch-free, so that deciding stays
+light.
 
 A plan is data. Nothing in it is executed or imported; names are looked up in the runtime's registries.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,20 +29,7 @@ from runtime.plan.predicted import (
     ScalingPoint,
     UpdatersPoint,
 )
-from runtime.plan.strict_json import (
-    Count,
-    Name,
-    PositiveCount,
-    PredictedUs,
-    Ranks,
-    Record,
-    check_schema,
-    dump,
-    json_step,
-    read_json,
-    validate,
-    write_json,
-)
+from runtime.plan.strict_json import Count, Document, Name, PositiveCount, PredictedUs, Ranks, Record, repeated_item
 from runtime.plan.transports import Transport, transport_of
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
@@ -53,8 +41,8 @@ MAX_UPDATERS = 1024
 """More processes than any rank has cores or device memory for."""
 
 LARGEST_RANK = 64
-"""Of products that are sent in place of matrices: what is computed grows with it, and its square where factors are made
-orthonormal."""
+"""Largest rank of products that are sent in place of matrices: compute grows with it, and its square where factors are
+made orthonormal."""
 
 HINT = "correct it, or make the plan again with `planner optimize`"
 
@@ -63,7 +51,7 @@ Accuracy = Literal["exact", "bounded", "relaxed"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReference(Record):
-    """Which model a document is about."""
+    """Model that a document is about."""
 
     name: str
     fingerprint: Annotated[str, Field(pattern=r"^sha256:")] | None = None
@@ -76,16 +64,15 @@ class PlanWorld(Record):
 
     ranks: Ranks
     nodes: Ranks | None = None
-    """With a delay, where they are fewer than ranks, nodes are the workers."""
+    """Number of nodes. With a delay, if they are fewer than ranks, nodes are the workers."""
     torch: str | None = None
     """The version of torch that compute was profiled with."""
 
-    @property
-    def misfit(self) -> str | None:
-        """Why ranks cannot be so many on each of so many nodes, or None."""
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if nodes cannot have equally many ranks."""
         if self.nodes is None or self.ranks % self.nodes == 0:
             return None
-        return f"found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {HINT}"
+        return f"{path}: found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {HINT}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +93,7 @@ class CompressorSpec(Record):
     rounding: Name | None = None
     links: Name | None = None
     rank: PositiveCount | None = None
-    """Of the matrices that are sent as products."""
+    """Rank of the matrices that are sent as products."""
 
 
 NO_COMPRESSION = CompressorSpec(name="none")
@@ -124,16 +111,16 @@ class PlanBucket(Record):
     size_bytes: Count | None = None
     """Dense bytes of the bucket, where the planner knew them."""
     reason: str | None = None
-    """Why this bucket ends where it does, in words."""
+    """Reason why this bucket ends where it does, in words."""
 
     @property
     def transport(self) -> Transport:
-        """How its messages reach all ranks."""
+        """Return how its messages reach all ranks."""
         return transport_of(self.collective, self.algorithm)
 
     @property
     def dense(self) -> bool:
-        """Whether all its elements are sent as they are."""
+        """Return whether all its elements are sent as they are."""
         return self.compressor.name == NO_COMPRESSION.name
 
     def sent_by(self, transport: Transport, compressor: CompressorSpec) -> PlanBucket:
@@ -155,21 +142,22 @@ class DelaySpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAsyncSpec(Record):
-    """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks beside
-    them."""
+    """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks
+    meanwhile."""
 
     updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
     blocks: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
     """Gradients that one updater takes by itself: in all each gradient once, in a block those that become ready one
     after the other, at most as many blocks as updaters. Updater i has block i modulo their number."""
     full_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Of all minibatches, the first ones that update the full model; later ones alternate that with the own block."""
+    """Share of all minibatches, the first ones, that update the full model; later ones alternate that with the own
+    block."""
     average_every: PositiveCount = 1
     """Updates of a rank between averagings over ranks, at first; the paper's K."""
     then_every: PositiveCount = 16
     """The same later; the paper's H."""
     switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Of all minibatches, those after which `then_every` counts."""
+    """Share of all minibatches after which `then_every` counts."""
     synchronous: bool | None = None
     """True: local SGD, of one updater, which waits for each averaging; post-local SGD where `average_every` is 1."""
 
@@ -179,11 +167,11 @@ class NormPlan(Record):
     """Norms of layers, which LARS and LAMB need: whether ranks share the work (PTO), and what was predicted."""
 
     shares: tuple[tuple[Name, ...], ...] | None = None
-    """By rank, the parameters whose norms it computes for all; None: each rank computes all of them."""
+    """Parameters whose norms each rank computes for all, by rank; None: each rank computes all of them."""
     replicated_us: PredictedUs | None = None
-    """What they take where each rank computes all of them."""
+    """Time if each rank computes all of them."""
     shared_us: PredictedUs | None = None
-    """What they take shared: the largest share and the all-gather."""
+    """Time if they are shared: the largest share and the all-gather."""
     gather_us: PredictedUs | None = None
     message_bytes: Count | None = None
     bound_us: PredictedUs | None = None
@@ -208,14 +196,14 @@ class StepPlan(Record):
     """`bfloat16`: float32 weights are gathered in it, and all ranks compute with what is rounded so, while each keeps
     its own part in float32 for the optimizer. None: weights are gathered as they are."""
     gather: Literal["step", "forward"] | None = None
-    """Whether the optimizer's step ends when weights have come (None, too), or they come beside the next forward."""
+    """Whether weights arrive before the optimizer's step ends (None, too), or during the next forward."""
     gathers: (
         Annotated[
             tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...], Field(min_length=1, max_length=MAX_BUCKETS)
         ]
         | None
     ) = None
-    """Of gathers beside the next forward: the buckets of each, by index, in the order in which they are launched (any);
+    """Buckets of each gather during the next forward, by index, in the order in which the gathers are launched (any);
     every bucket once, those of a gather without a gap. None: one for each, in the reverse of the plan's order."""
     replicated_us: PredictedUs | None = None
     """The training step where every rank updates all weights."""
@@ -223,37 +211,38 @@ class StepPlan(Record):
     gather_us: PredictedUs | None = None
     """The all-gathers of weights alone."""
     replicated_bytes: Count | None = None
-    """What weights, gradients, the optimizer's state and known activations take on each rank, updated by every rank."""
+    """Memory of weights, gradients, the optimizer's state and known activations on each rank, updated by every rank."""
     sharded_bytes: Count | None = None
     """The same where ranks share the step, with what the exchange needs."""
     memory_bytes: Count | None = None
     late_us: PredictedUs | None = None
-    """The training step where weights are gathered beside the next forward."""
+    """Training step with weights gathered during the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan(Record):
-    """How ranks go about the optimizer's step."""
+    """Division of the optimizer's step among ranks."""
 
     norms: NormPlan | None = None
     step: StepPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Record):
+class Plan(Document):
     """The contents of plan.json."""
 
+    hint: ClassVar[str] = HINT
     schema: Literal["planner.plan/1"] = SCHEMA
     model: ModelReference
     world: PlanWorld
     accuracy: Accuracy
     interface: Literal["drop-in"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
-    """What the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every line that
-    works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
+    """Interfaces that the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every
+    line that works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
     buckets: Annotated[tuple[PlanBucket, ...], Field(max_length=MAX_BUCKETS)]
-    """At least one, but none in a plan for FSDP2."""
+    """Buckets; at least one, but none in a plan for FSDP2."""
     fsdp2: FullyShardPlan | None = None
-    """For `planner.fully_shard`, in the place of buckets."""
+    """Wrapping for `planner.fully_shard`, in place of buckets."""
     delay: DelaySpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None
@@ -268,37 +257,37 @@ class Plan(Record):
     updaters: tuple[UpdatersPoint, ...] | None = None
     """Speed over local updaters, for each number that was measured; where relaxed plans were asked for."""
     loading: Loading | None = None
-    """What input takes, where the job has a dataset."""
+    """Times of input, if the job has a dataset."""
     sources: dict[str, str] | None = None
-    """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
+    """Origins of the numbers, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None
     alternatives: dict[str, Plan] | None = None
     """Accuracy class → the best plan of that class; `bounded:all` → what `--compress all` would give."""
     phase_order: tuple[tuple[Count, Count], ...] | None = None
     """(bucket, phase) pairs in launch order, for collectives of several phases."""
     updates: UpdatePlan | None = None
-    """What ranks share of the optimizer's step; None: each does all of it."""
+    """Parts of the optimizer's step that ranks share; None: each does all of it."""
     notes: tuple[str, ...] = field(default=())
-    """What the planner wants the reader to know."""
+    """Notes of the planner for readers."""
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """All gradient names in readiness order."""
+        """Return all gradient names in readiness order."""
         return tuple(name for bucket in self.buckets for name in bucket.gradients)
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks share the optimizer's step."""
+        """Return whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether weights are gathered in fewer bits than the optimizer updates."""
+        """Return whether weights are gathered in fewer bits than the optimizer updates."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.weights is not None
 
     @property
     def gathers(self) -> tuple[tuple[int, ...], ...] | None:
-        """The buckets of each gather of weights beside the next forward, in order; None where there are none."""
+        """Return the buckets of each gather of weights during the next forward, in order; None if there are none."""
         step = self.updates.step if self.updates else None
         if step is None or not step.sharded or step.gather != "forward":
             return None
@@ -306,11 +295,19 @@ class Plan(Record):
 
     @property
     def interfaces(self) -> tuple[str, ...]:
-        """What the script has to know about; nothing of a drop-in plan."""
+        """Return the interfaces that the script has to know about; none of a drop-in plan."""
         return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
 
+    def problem(self, path: str) -> str | None:
+        """Return the first thing that interface, gathers, buckets, or blocks of local updaters have wrong."""
+        problem = interface_problem(self, path) or gathers_problem(self, path) or _buckets_problem(self, path)
+        if problem is not None or self.local_async is None:
+            return problem
+        return blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks")
+
     def to_document(self) -> dict[str, Any]:
-        document: dict[str, Any] = dump(self)
+        """Return plain JSON types, in the order in which people read them."""
+        document = super().to_document()
         document.setdefault("delay", None)
         document.setdefault("local_async", None)
         if not self.notes:
@@ -324,53 +321,22 @@ class Plan(Record):
         text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
-    def save(self, path: str | Path) -> None:
-        """Writes plan.json atomically."""
-        write_json(path, self.to_document())
-
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads and checks plan.json.
+    """Read and check plan.json.
 
     Raises:
         InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
             unknown interface, or a shared step that the interface does not name; gathers that are no partition of the
             buckets; a gradient in two buckets; groups for FSDP2 that no model could have; blocks of local updaters that
-            are no partition of the gradients, each of
-            them contiguous.
+            are no partition of the gradients, each of them contiguous.
     """
-    return parse_plan(read_json(path), where=str(path))
+    return Plan.load(path)
 
 
 def parse_plan(document: Any, where: str = "plan") -> Plan:
-    """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
-    check_schema(document, SCHEMA, where)
-    plan = validate(Plan, document, where, hint=HINT)
-    _check_whole(plan, where, "$")
-    return plan
-
-
-def _check_whole(plan: Plan, where: str, path: str) -> None:
-    if plan.world.misfit is not None:
-        raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
-    problem = interface_problem(plan, path) or gathers_problem(plan, path) or _buckets_problem(plan, path)
-    if problem is not None:
-        raise InputError(f"{where}: {problem}")
-    owner: dict[str, int] = {}
-    for index, bucket in enumerate(plan.buckets):
-        for position, name in enumerate(bucket.gradients):
-            if name in owner:
-                raise InputError(
-                    f"{where}: {path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
-                    f"{owner[name]} already; expected each gradient in exactly one bucket: take one out"
-                )
-            owner[name] = index
-    if plan.local_async is not None:
-        check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
-    if plan.fallback is not None:
-        _check_whole(plan.fallback, where, f"{path}.fallback")
-    for accuracy, alternative in (plan.alternatives or {}).items():
-        _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+    """Check a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
+    return Plan.parse(document, where)
 
 
 def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
@@ -382,7 +348,15 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
 def _buckets_problem(plan: Plan, path: str) -> str | None:
     """Return what is wrong where a plan has neither buckets nor a wrapping for FSDP2, or both; or of the latter."""
     if plan.fsdp2 is None:
-        return None if plan.buckets else f"{path}.buckets: found [], expected at least 1 item; {HINT}"
+        if not plan.buckets:
+            return f"{path}.buckets: found [], expected at least 1 item; {HINT}"
+        if (twice := repeated_item(bucket.gradients for bucket in plan.buckets)) is None:
+            return None
+        index, position, name, earlier = twice
+        return (
+            f"{path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket {earlier} already; "
+            f"expected each gradient in exactly one bucket: take one out"
+        )
     if plan.buckets:
         return f"{path}.buckets: found {len(plan.buckets)} beside fsdp2, expected []: {HINT}"
     for name in ("delay", "local_async", "updates", "fallback"):
@@ -393,11 +367,11 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
             f"{path}.fsdp2.reduce_dtype: found {plan.fsdp2.reduce_dtype} in an exact plan, whose gradients it would "
             f"round; expected accuracy bounded: plan with --accuracy bounded, or take it out"
         )
-    return plan.fsdp2.problem(plan.world.ranks, f"{path}.fsdp2")
+    return plan.fsdp2.problem_on(plan.world.ranks, f"{path}.fsdp2")
 
 
 def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
-    """Why the interface is none, or does not say what the plan does to a script; None where it is right.
+    """Return why the interface is wrong, or lacks what the plan does to a script; None if it is right.
 
     A lossy plan's `fallback` may take its place in a run, so the plan has to name the fallback's interface, too.
     """
@@ -441,7 +415,7 @@ _ASKING = {
 
 
 def gathers_problem(plan: Plan, path: str = "the plan") -> str | None:
-    """Why weights cannot be gathered as `updates.step` says; None where they can."""
+    """Return why weights cannot be gathered as `updates.step` says; None if they can."""
     step = plan.updates.step if plan.updates else None
     if step is None:
         return None
@@ -455,66 +429,70 @@ def gathers_problem(plan: Plan, path: str = "the plan") -> str | None:
             f'{where}.gathers: found groups of buckets, but weights are gathered inside the step; expected "gather": '
             f'"forward" beside them: {HINT}'
         )
-    owner: dict[int, int] = {}
-    for position, bucket in ((position, bucket) for position, group in enumerate(step.gathers) for bucket in group):
-        if bucket >= len(plan.buckets):
-            return f"{where}.gathers[{position}]: found bucket {bucket}, expected one of {len(plan.buckets)}: {HINT}"
-        if bucket in owner:
-            return (
-                f"{where}.gathers[{position}]: found bucket {bucket}, which is in gather {owner[bucket]} already; "
-                f"expected each bucket in exactly one gather: take one out"
-            )
-        owner[bucket] = position
+    count = len(plan.buckets)
     for position, group in enumerate(step.gathers):
-        between = next((bucket for bucket in range(min(group), max(group)) if bucket not in group), None)
-        if between is not None:
+        if max(group) >= count:
+            return f"{where}.gathers[{position}]: found bucket {max(group)}, expected one of {count}: {HINT}"
+        if (between := _first_gap(group)) is not None:
             return (
                 f"{where}.gathers[{position}]: found buckets {min(group)} and {max(group)} without bucket {between}, "
                 f"which lies between them; expected buckets that follow one another: gather {between} with them, or "
                 f"make two gathers of them"
             )
-    missing = next((bucket for bucket in range(len(plan.buckets)) if bucket not in owner), None)
-    if missing is None:
+    if (twice := repeated_item(step.gathers)) is not None:
+        position, _, bucket, earlier = twice
+        return (
+            f"{where}.gathers[{position}]: found bucket {bucket}, which is in gather {earlier} already; expected each "
+            f"bucket in exactly one gather: take one out"
+        )
+    missing = set(range(count)).difference(*step.gathers)
+    if not missing:
         return None
-    return f"{where}.gathers: found none with bucket {missing}, expected each bucket in exactly one: add it to one"
+    return f"{where}.gathers: found none with bucket {min(missing)}, expected each bucket in exactly one: add it to one"
 
 
-def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:
-    """Raises InputError where blocks are no partition of the gradients, given in readiness order, into runs of them."""
+def _first_gap(places: Iterable[int]) -> int | None:
+    """Return the first number that lies between others and is none of them; None if they follow one another."""
+    return next((before + 1 for before, after in pairwise(sorted(places)) if after > before + 1), None)
+
+
+def blocks_problem(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> str | None:
+    """Return why blocks are no partition of the gradients, given in readiness order, into runs of them; None if they
+    are one.
+    """
     if spec.blocks is None:
-        return
-    blocks = spec.blocks
-    if len(blocks) > spec.updaters:
-        raise InputError(
-            f"{where}: found {len(blocks)} blocks for {spec.updaters} updaters, expected at most as many, or nobody "
-            f"has some for its own: join blocks or add updaters"
+        return None
+    if len(spec.blocks) > spec.updaters:
+        return (
+            f"{where}: found {len(spec.blocks)} blocks for {spec.updaters} updaters, expected at most as many, or "
+            f"nobody has some for its own: join blocks or add updaters"
         )
     place = {name: position for position, name in enumerate(gradients)}
-    owner: dict[str, int] = {}
-    for index, block in enumerate(blocks):
-        for position, name in enumerate(block):
-            if name not in place:
-                raise InputError(
-                    f"{where}[{index}][{position}]: found {name!r}, which is in no bucket; expected a gradient of the "
-                    f"plan: {HINT}"
-                )
-            if name in owner:
-                raise InputError(
-                    f"{where}[{index}][{position}]: found {name!r}, which is in block {owner[name]} already; expected "
-                    f"each gradient in exactly one block: take one out"
-                )
-            owner[name] = index
-        places = sorted(place[name] for name in block)
-        if places[-1] - places[0] >= len(places):
-            between = next(gradients[at + 1] for at, after in pairwise(places) if after > at + 1)
-            raise InputError(
-                f"{where}[{index}]: found {gradients[places[0]]!r} and {gradients[places[-1]]!r} without "
-                f"{between!r}, which becomes ready between them; expected gradients that become ready one after the "
-                f"other, as the buckets have them: {HINT}"
+    for index, block in enumerate(spec.blocks):
+        unknown = next((position for position, name in enumerate(block) if name not in place), None)
+        if unknown is not None:
+            return (
+                f"{where}[{index}][{unknown}]: found {block[unknown]!r}, which is in no bucket; expected a gradient of "
+                f"the plan: {HINT}"
             )
-    missing = [name for name in gradients if name not in owner]
-    if missing:
-        raise InputError(
-            f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
-            f"expected each gradient in exactly one block: add it to one"
+        places = [place[name] for name in block]
+        if (between := _first_gap(places)) is not None:
+            return (
+                f"{where}[{index}]: found {gradients[min(places)]!r} and {gradients[max(places)]!r} without "
+                f"{gradients[between]!r}, which becomes ready between them; expected gradients that become ready one "
+                f"after the other, as the buckets have them: {HINT}"
+            )
+    if (twice := repeated_item(spec.blocks)) is not None:
+        index, position, name, earlier = twice
+        return (
+            f"{where}[{index}][{position}]: found {name!r}, which is in block {earlier} already; expected each "
+            f"gradient in exactly one block: take one out"
         )
+    held = {name for block in spec.blocks for name in block}
+    missing = [name for name in gradients if name not in held]
+    if not missing:
+        return None
+    return (
+        f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
+        f"expected each gradient in exactly one block: add it to one"
+    )

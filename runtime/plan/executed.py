@@ -1,4 +1,4 @@
-"""What of a plan is executed: the part by which two plans train the same way or do not. Torch-free."""
+"""Executed part of a plan: the part by which two plans train the same way or do not. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ USUAL_OPTIONS = {
 }  # fmt: skip
 """Options of compressors → the value that leaving them out stands for."""
 
-_EXECUTED_FSDP2 = (
-    "groups", "forward_prefetch", "backward_prefetch", "reshard_after_forward", "shard_ranks",
-    "reduce_scatter_max_input_buffers", "reduce_dtype",
-)  # fmt: skip
+FOR_READERS = frozenset((
+    "predicted", "baselines", "certificate", "scaling", "frontier", "delays", "updaters", "loading", "sources",
+    "alternatives", "notes",
+))  # fmt: skip
+"""Fields of a plan that nothing executes."""
 
 
 def executed_part(plan: Plan) -> Plan:
@@ -33,18 +34,18 @@ def executed_part(plan: Plan) -> Plan:
 
     What is spelt as it is by default is left out, so that two plans execute the same where their parts are equal.
     """
-    accuracy, interface = plan.accuracy, plan.interfaces or None
     order = plan.phase_order
     if order is not None and list(order) == sorted(order, key=lambda entry: (sum(entry), entry[0])):
         order = None
-    return Plan(
+    without: dict[str, Any] = {each.name: each.default for each in fields(plan) if each.name in FOR_READERS}
+    return replace(
+        plan,
+        **without,
         model=ModelReference(name="", fingerprint=plan.model.fingerprint),
         world=PlanWorld(ranks=plan.world.ranks, nodes=plan.world.nodes),
-        accuracy=accuracy,
-        interface=interface,
+        interface=plan.interfaces or None,
         buckets=tuple(map(executed_bucket, plan.buckets)),
         fsdp2=None if plan.fsdp2 is None else _executed_fsdp2(plan.fsdp2),
-        delay=plan.delay,
         local_async=plan.local_async and replace(plan.local_async, synchronous=plan.local_async.synchronous or None),
         fallback=None if plan.fallback is None else executed_part(plan.fallback),
         phase_order=order,
@@ -72,7 +73,7 @@ def spelled_options(spec: CompressorSpec) -> str:
 
 
 def _executed_fsdp2(plan: FullyShardPlan) -> FullyShardPlan:
-    return FullyShardPlan(**{name: getattr(plan, name) for name in _EXECUTED_FSDP2})
+    return replace(plan, peak_bytes=None, memory_bytes=None, lost_without_buffers_us=None, frontier=None)
 
 
 def _executed_updates(plan: Plan) -> UpdatePlan | None:

@@ -74,7 +74,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     try:
         target = check_output(name)
         if target.exists() and not target.is_file():
-            # A pipe that nobody reads from is an error, where opening it to write would wait.
+            # A pipe without a reader is an error, where opening it to write would wait.
             handle = os.open(target, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.set_blocking(handle, True)
             with os.fdopen(handle, "wb") as file:

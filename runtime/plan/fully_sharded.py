@@ -1,4 +1,4 @@
-"""plan.json's `fsdp2`: which modules FSDP2 gathers together, what it fetches ahead, what it keeps. Torch-free.
+"""Section `fsdp2` of plan.json: modules that FSDP2 gathers together, fetches ahead and keeps. Torch-free.
 
 Modules are named by their paths, as `named_modules()` gives them; the model itself is `""`. A group is named by its
 first module. Parameters in no group are the root's, which is a group of its own without being listed.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runtime.plan.strict_json import Count, Name, PositiveCount, PredictedUs, Ranks, Record, json_step
+from runtime.plan.strict_json import Count, Name, PositiveCount, PredictedUs, Ranks, Record, json_step, repeated_item
 
 ROOT = ""
 """The path of the model itself."""
@@ -22,7 +23,7 @@ Groups = Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...],
 Prefetch = dict[ModulePath, Annotated[tuple[ModulePath, ...], Field(min_length=1)]]
 Reshard = bool | Annotated[int, Field(ge=2, le=10**7)]
 """True: parameters are freed after forward and gathered again; False: they are kept; a number: they are kept in parts,
-of which so many ranks have all."""
+and this number of ranks together have all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class MemoryPoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FullyShardPlan(Record):
-    """How `fully_shard` is called, and what the planner says of it."""
+    """Arguments of `fully_shard`, and the planner's predictions."""
 
     groups: Groups
     """Modules that are gathered together, and whose gradients are reduce-scattered together."""
@@ -47,43 +48,46 @@ class FullyShardPlan(Record):
     backward_prefetch: Prefetch = field(default_factory=dict)
     """Group → groups whose gathers it begins before its own backward; absent: the one that is next."""
     reshard_after_forward: dict[ModulePath, Reshard] = field(default_factory=dict)
-    """By group; absent: FSDP2's own rule, which is to free what is not the root's."""
+    """Whether parameters are freed after forward, by group; absent: FSDP2's own rule, which is to free what is not the
+    root's."""
     shard_ranks: Ranks | None = None
     """Ranks that hold one copy of the parameters (HSDP's inner dimension); absent: all."""
     reduce_scatter_max_input_buffers: PositiveCount | None = None
     """Reduce-scatters under way before the next one waits; absent: 1, FSDP2's own."""
     reduce_dtype: Literal["bfloat16"] | None = None
-    """In which gradients are added up, which rounds them: of bounded plans alone; absent: in their own."""
+    """Dtype in which gradients are added up, which rounds them: of bounded plans alone; absent: their own."""
     peak_bytes: Count | None = None
     """Predicted, of one rank."""
     memory_bytes: Count | None = None
     """The limit that it was planned for."""
     lost_without_buffers_us: PredictedUs | None = None
-    """What the step would take longer with one reduce-scatter at a time, which older versions of FSDP2 have."""
+    """Time that the step would lose with one reduce-scatter at a time, which older versions of FSDP2 have."""
     frontier: tuple[MemoryPoint, ...] | None = None
     """Time over memory."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The groups by name, the root last."""
+        """Return the groups by name, the root last."""
         return (*(group[0] for group in self.groups), ROOT)
 
     def shard_size(self, ranks: int) -> int:
         """Return how many of all ranks hold one copy of the parameters."""
         return self.shard_ranks or ranks
 
-    def problem(self, ranks: int, path: str) -> str | None:
+    def problem_on(self, ranks: int, path: str) -> str | None:
         """Return what no model could be wrapped by, as `place: found …, expected …`; None where nothing is wrong."""
-        owner: dict[str, int] = {}
+        if (twice := repeated_item(self.groups)) is not None:
+            index, position, module, earlier = twice
+            place = f"{path}.groups[{index}][{position}]: found {module!r}"
+            return f"{place}, which is in group {earlier} already; expected each once: take one out"
         for index, group in enumerate(self.groups):
             for position, module in enumerate(group):
-                place = f"{path}.groups[{index}][{position}]: found {module!r}"
-                if module in owner:
-                    return f"{place}, which is in group {owner[module]} already; expected each once: take one out"
-                owner[module] = index
                 inside = next((other for other in group if contains(other, module)), None)
                 if inside is not None:
-                    return f"{place} beside {inside!r}, of which it is a part; expected the latter alone: take it out"
+                    return (
+                        f"{path}.groups[{index}][{position}]: found {module!r} beside {inside!r}, of which it is a "
+                        f"part; expected the latter alone: take it out"
+                    )
         if nesting_order(self.groups) is None:
             return (
                 f"{path}.groups: found groups that are parts of each other, expected modules whose parts are grouped "
@@ -139,19 +143,13 @@ def nesting_order(groups: Sequence[Sequence[str]]) -> list[int] | None:
     [1, 2, 0]
     """
     owner = {module: index for index, group in enumerate(groups) for module in group}
-    inner: list[set[int]] = [set() for _ in groups]
+    sorter: TopologicalSorter[int] = TopologicalSorter({index: () for index in range(len(groups))})
     for module, index in owner.items():
         steps = module.split(".")
-        outer = (owner.get(".".join(steps[:count])) for count in range(1, len(steps)))
-        for other in outer:
+        for other in (owner.get(".".join(steps[:count])) for count in range(1, len(steps))):
             if other is not None and other != index:
-                inner[other].add(index)
-    order: list[int] = []
-    placed: set[int] = set()
-    while len(order) < len(groups):
-        free = next((i for i in range(len(groups)) if i not in placed and inner[i] <= placed), None)
-        if free is None:
-            return None
-        order.append(free)
-        placed.add(free)
-    return order
+                sorter.add(other, index)
+    try:
+        return list(sorter.static_order())
+    except CycleError:
+        return None

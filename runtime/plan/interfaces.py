@@ -1,4 +1,4 @@
-"""What a plan may ask of the script, beyond what DDP does. Torch-free.
+"""Interfaces: what a plan may ask of the script, beyond what DDP does. Torch-free.
 
 Beside its accuracy (what gradients are) a plan has an interface (which lines of a script go on working). Drop-in, the
 default: every line that works with DDP works, on one rank alone too. Others have names, and are asked for by name:
@@ -32,7 +32,7 @@ def granted(names: Iterable[str]) -> frozenset[str]:
 
 
 def name_problem(name: str) -> str | None:
-    """Why this is no interface that can be asked for, as `found …, expected …`; None where it is one."""
+    """Return why this is no interface that can be asked for, as `found …, expected …`; None if it is one."""
     if name in INTERFACES:
         return None
     return f"found {name!r}, which is unknown; known: {', '.join(INTERFACES)}"

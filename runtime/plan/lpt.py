@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def longest_first(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """The part that each item goes to, by Graham's LPT rule: the longest first, each to the least loaded part.
+    """Return the part that each item goes to, by Graham's LPT rule: the longest first, each to the least loaded part.
 
     The largest load is at most 4/3 − 1/(3·parts) of the least possible. Among equals the first item and the first part
     are taken, so that equal costs give equal answers everywhere.
@@ -33,7 +33,7 @@ def longest_first(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def loads_of(costs: Sequence[float], owners: Sequence[int], parts: int) -> list[float]:
-    """What each part has to do.
+    """Return the load of each part.
 
     >>> loads_of([3.0, 1.0, 2.0], (0, 1, 1), 3)
     [3.0, 3.0, 0.0]

@@ -7,25 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan.document import ModelReference, Plan
-from runtime.plan.strict_json import (
-    MAX_RANKS,
-    Count,
-    Name,
-    PositiveCount,
-    Record,
-    TimeUs,
-    check_schema,
-    dump,
-    read_json,
-    validate,
-)
-from runtime.plan.timeline import Timeline, busy_us
+from runtime.plan.strict_json import MAX_RANKS, Count, Document, Name, PositiveCount, Record, TimeUs
+from runtime.plan.timeline import Span, Timeline, busy_us
 
 TIMELINE_SCHEMA: Literal["planner.timeline/1"] = "planner.timeline/1"
 
@@ -41,11 +30,24 @@ class MeasuredTask(Record):
     bucket: Count | None = None
     ready_us: TimeUs | None = None
 
+    @classmethod
+    def of(cls, span: Span) -> MeasuredTask:
+        """Return a task of a timeline; marks of a bucket may be missing in some steps, so that it ends too early."""
+        fields = {name: getattr(span, name) for name in ("task", "resource", "start_us", "bucket", "ready_us")}
+        return cls(**fields, end_us=max(span.start_us, span.end_us))
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if the task ends before it starts."""
+        if self.end_us >= self.start_us:
+            return None
+        return f"{path}.end_us: found {self.end_us}, expected at least start_us, {self.start_us}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredStep(Record):
+class MeasuredStep(Document):
     """Means over the middle half of some steps of one rank."""
 
+    hint: ClassVar[str] = "save the step again with session.report().save(…)"
     schema: Literal["planner.timeline/1"] = TIMELINE_SCHEMA
     model: ModelReference
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
@@ -56,40 +58,16 @@ class MeasuredStep(Record):
     backward_us: TimeUs
     update_us: TimeUs
     micro_batches: PositiveCount | None = None
-    """Of one step of the optimizer; absent: one."""
+    """Number of micro-batches of one step of the optimizer; absent: one."""
     exchanged: PositiveCount | None = None
-    """How many of them exchanged gradients; absent: the last one."""
+    """Number of them that exchanged gradients; absent: the last one."""
     timeline: Annotated[tuple[MeasuredTask, ...], Field(min_length=1)]
 
     @classmethod
-    def of(
-        cls, timeline: Timeline, *, model: ModelReference, rank: int, ranks: int, steps: int,
-        micro_batches: int | None = None, exchanged: int | None = None,
-    ) -> MeasuredStep:  # fmt: skip
-        return cls(
-            micro_batches=micro_batches,
-            exchanged=exchanged,
-            model=model,
-            rank=rank,
-            ranks=ranks,
-            steps=steps,
-            iteration_us=timeline.iteration_us,
-            forward_us=timeline.forward_us,
-            backward_us=timeline.backward_us,
-            update_us=timeline.update_us,
-            timeline=tuple(
-                MeasuredTask(
-                    task=span.task,
-                    resource=span.resource,
-                    start_us=span.start_us,
-                    # A bucket's marks may be missing in some steps.
-                    end_us=max(span.start_us, span.end_us),
-                    bucket=span.bucket,
-                    ready_us=span.ready_us,
-                )
-                for span in timeline.spans
-            ),
-        )
+    def of(cls, timeline: Timeline, **about: Any) -> MeasuredStep:
+        """Return the step with this timeline; `about` has the other fields."""
+        times = {name: getattr(timeline, name) for name in ("iteration_us", "forward_us", "backward_us", "update_us")}
+        return cls(**about, **times, timeline=tuple(map(MeasuredTask.of, timeline.spans)))
 
     @property
     def exposed_us(self) -> float:
@@ -104,24 +82,15 @@ class MeasuredStep(Record):
             quiet_us = busy_us(compute) + self.iteration_us - max(task.end_us for task in compute)
         return max(0.0, self.iteration_us - quiet_us)
 
-    def to_document(self) -> dict[str, Any]:
-        document: dict[str, Any] = dump(self)
-        return document
-
 
 def load_measured(path: str | Path, plan: Plan) -> MeasuredStep:
     """Read a measured step of `plan`. Raises InputError for another schema, model, number of ranks or buckets."""
-    where, document = str(path), read_json(path)
-    check_schema(document, TIMELINE_SCHEMA, where)
-    step = validate(MeasuredStep, document, where, hint="save the step again with session.report().save(…)")
+    where, step = str(path), MeasuredStep.load(path)
     for index, task in enumerate(step.timeline):
-        place = f"{where}: $.timeline[{index}]"
-        if task.end_us < task.start_us:
-            raise InputError(f"{place}.end_us: found {task.end_us}, expected at least start_us, {task.start_us}")
         if task.bucket is not None and task.bucket >= len(plan.buckets):
             raise InputError(
-                f"{place}.bucket: found {task.bucket}, expected less than {len(plan.buckets)}, the plan's number of "
-                f"buckets; use the plan that was measured"
+                f"{where}: $.timeline[{index}].bucket: found {task.bucket}, expected less than "
+                f"{len(plan.buckets)}, the plan's number of buckets; use the plan that was measured"
             )
     pairs: list[tuple[str, Any, Any]] = [("model.name", step.model.name, plan.model.name)]
     if step.model.fingerprint and plan.model.fingerprint:

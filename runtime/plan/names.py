@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it (`torch.compile`: `_orig_mod.`, DDP: `module.`)."""
+    """Return a parameter's name without the parts of wrappers (`torch.compile`: `_orig_mod.`, DDP: `module.`)."""
     name = name.replace("_orig_mod.", "")
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -22,7 +22,7 @@ def shorten(names: Sequence[str], shown: int = 5) -> str:
 
 
 def layer_of(name: str) -> str:
-    """The layer that owns a parameter: its name up to the last dot (the name itself when it has none)."""
+    """Return the layer that owns a parameter: its name up to the last dot (the name itself if it has none)."""
     return name.rpartition(".")[0] or name
 
 

@@ -1,4 +1,4 @@
-"""What a plan says about itself: predicted times, how far from optimal, what else there was. Torch-free."""
+"""Records of what a plan says about itself: predicted times, distance from the optimum, alternatives. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class PredictedTask(Record):
     """Index of the first of them in the plan's order, where they are consecutive."""
     size_bytes: Count | None = None
     step: Count | None = None
-    """Where steps overlap: the step, of those that the timeline shows, that the task belongs to."""
+    """Step that the task belongs to, of those that the timeline shows, if steps overlap."""
     critical: bool | None = None
-    """Where steps overlap: whether their length comes from it."""
+    """Whether the length of overlapping steps comes from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Record):
-    """What the simulator says of one step; times from the start of forward."""
+    """Prediction of one step by the simulator; times from the start of forward."""
 
     iteration_us: PredictedUs
     forward_us: PredictedUs | None = None
@@ -44,7 +44,7 @@ class Prediction(Record):
     update_us: PredictedUs | None = None
     exposed_us: PredictedUs | None = None
     compute_spread_us: PredictedUs | None = None
-    """How far apart the quartiles of forward, backward and update together were while they were profiled: the
+    """Distance of the quartiles of forward, backward and update together while they were profiled: the
     prediction is uncertain by half of it, either way. Absent where that is not known."""
     buckets: Count | None = None
     extrapolated: bool | None = None
@@ -117,12 +117,12 @@ class Prediction(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint(Record):
-    """What strategies take on another number of ranks of the same cluster."""
+    """Times of strategies on another number of ranks of the same cluster."""
 
     ranks: Ranks
     nodes: Ranks | None = None
     basis: Literal["measured", "formula", "extrapolated"]
-    """Where costs come from: measured on so many ranks, computed from link constants, or derived from a measurement
+    """Origin of costs: measured on so many ranks, computed from link constants, or derived from a measurement
     on another number of ranks."""
     source: str | None = None
     iteration_us: dict[Name, PredictedUs]
@@ -131,16 +131,16 @@ class ScalingPoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint(Record):
-    """What more compression would gain: the best plan found whose layers are compressed at most so much."""
+    """Best plan found whose layers are compressed at most so much."""
 
     max_ratio: Annotated[float, Field(ge=1.0)]
     """The largest ratio of a layer's elements to those that are sent, or of its bytes, as allowed; 1: nothing is left
     out."""
     dtype: Name | None = None
-    """On the wire, where the most that is allowed is that all elements travel in fewer bytes."""
+    """Dtype on the wire, if the most that is allowed is that all elements are sent in fewer bytes."""
     algorithm: Name | None = None
     rank: Annotated[int, Field(ge=1)] | None = None
-    """Of products in place of matrices, where that is the most that is allowed."""
+    """Rank of products in place of matrices, if that is the most that is allowed."""
     iteration_us: PredictedUs
     buckets: Count
     sparse_buckets: Count
@@ -151,7 +151,7 @@ class FrontierPoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DelayPoint(Record):
-    """What delay of k steps would give, with the best buckets found for it."""
+    """Prediction for a delay of k steps, with the best buckets found for it."""
 
     steps: PositiveCount
     iteration_us: PredictedUs
@@ -159,13 +159,13 @@ class DelayPoint(Record):
     closed_form_us: PredictedUs
     """The same by SSD-SGD's Eq. 4."""
     case: Annotated[int, Field(ge=1, le=3)]
-    """Of Eq. 4: 1, pulls are late; 2, the network is never idle; 3, nothing is exposed."""
+    """Case of Eq. 4: 1, pulls are late; 2, the network is never idle; 3, nothing is exposed."""
     buckets: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatersPoint(Record):
-    """What so many local updaters would give."""
+    """Prediction for a number of local updaters."""
 
     updaters: PositiveCount
     lap_us: PredictedUs
@@ -174,7 +174,7 @@ class UpdatersPoint(Record):
     """The same with blocks (LPP-SGD)."""
     blocks: PositiveCount
     saved_backwards: Annotated[float, Field(ge=0.0)]
-    """What one partial backward of each updater saves, in full backwards."""
+    """Number of full backwards that one partial backward of each updater saves."""
     closed_form: Annotated[float, Field(ge=0.0)]
     """The same for blocks that cost alike: (updaters − 1)/2, as the paper counts."""
     fits: bool = True
@@ -183,7 +183,7 @@ class UpdatersPoint(Record):
 
 @dataclass(frozen=True)
 class SolverBound(Record):
-    """What a solver proved about the step, apart from the certificate's own bound."""
+    """Bound of the step that a solver proved, apart from the certificate's own bound."""
 
     name: str
     bound_us: PredictedUs
@@ -195,12 +195,12 @@ class SolverBound(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(Record):
-    """How far from optimal: under the cost model no schedule of this class takes less than `lower_bound_us`."""
+    """Distance from the optimum: under the cost model no schedule of this class takes less than `lower_bound_us`."""
 
     method: str
     lower_bound_us: PredictedUs
     gap: Annotated[float, Field(ge=0.0)]
-    """iteration_us / lower_bound_us − 1."""
+    """Relative distance: iteration_us / lower_bound_us − 1."""
     note: str | None = None
     solver: SolverBound | None = None
     """The bound of `planner optimize --solver`; `lower_bound_us` is the highest that is known."""
@@ -208,12 +208,12 @@ class Certificate(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Loading(Record):
-    """What it takes to load the job's samples, by one process of each rank, all ranks at once."""
+    """Times of loading the job's samples, by one process of each rank, all ranks at once."""
 
     samples: PositiveCount
-    """In the dataset."""
+    """Number of samples in the dataset."""
     batch_samples: PositiveCount
-    """Of each rank and step."""
+    """Number of samples of each rank and step."""
     cold_us: TimeUs
     """One sample from its storage, decoded; the median on the slowest rank."""
     disk_us: TimeUs
@@ -221,9 +221,9 @@ class Loading(Record):
     memory_us: TimeUs
     """One from the memory of the node."""
     raw_bytes: PositiveCount
-    """Of one sample, as it is kept on the disk."""
+    """Bytes of one sample as it is kept on the disk."""
     decoded_bytes: PositiveCount
-    """Of one, as it is kept in memory; the mean."""
+    """Bytes of one sample as it is kept in memory; the mean."""
     nodes: Ranks
     memory_available_bytes: Count
-    """On the node that has least."""
+    """Free memory of the node that has least."""

@@ -1,6 +1,7 @@
 """Reading and writing of the project's JSON documents: strict on the way in, atomic on the way out.
 
-Records are frozen dataclasses; pydantic validates them here, at the file boundary, and nowhere else.
+Records are frozen dataclasses. pydantic validates types and bounds of their fields here, at the file boundary, and
+nowhere else; `Record.problem` says what no field shows by itself.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -27,9 +28,44 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Record:
-    """What the records of documents inherit."""
+    """Base of the records of documents."""
 
     __pydantic_config__ = STRICT
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong between the fields, as `PLACE: found …, expected …`; None for a sound record.
+
+        `path` is the record's own place. Records inside of this one are checked by themselves. May raise InputError
+        in place of returning.
+        """
+        return None
+
+
+class Document(Record):
+    """Base of the records that are files of their own, which name their schema."""
+
+    hint: ClassVar[str] = "correct it"
+    """Advice about wrong values."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and check a file. Raises InputError."""
+        return cls.parse(read_json(path), str(path))
+
+    @classmethod
+    def parse(cls, document: Any, where: str) -> Self:
+        """Check a parsed document, which `where` names in messages. Raises InputError."""
+        expected: str = vars(cls)["schema"]
+        return validate(cls, check_schema(document, expected, where), where, hint=cls.hint)
+
+    def to_document(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        return document
+
+    def save(self, path: str | Path) -> None:
+        """Write the file atomically."""
+        write_json(path, self.to_document())
 
 
 MAX_DEPTH = 100
@@ -71,7 +107,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flaw(value: Any, depth: int = 0) -> str | None:
-    """What no document may hold anywhere, as `.field[0]: found …, expected …`; None for a sound value."""
+    """Return what no document may hold anywhere, as `.field[0]: found …, expected …`; None for a sound value."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f": found {json.dumps(value)}, expected a finite number; correct it"
     if isinstance(value, str):
@@ -165,8 +201,8 @@ def validate(record_type: type[T], document: Any, where: str, *, hint: str = "co
     """Turn parsed JSON into a record of `record_type`, a frozen dataclass derived from `Record`. `where` names the
     document in messages, `hint` says what to do about wrong values.
 
-    Raises InputError: lists up to five violations, each with its JSON path, what was found, what was expected and
-    `hint`.
+    Raises InputError: lists up to five violations of fields, each with its JSON path, what was found, what was expected
+    and `hint`; or the first problem between fields.
     """
     try:
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -175,7 +211,7 @@ def validate(record_type: type[T], document: Any, where: str, *, hint: str = "co
         raise InputError(f"{where}: ${flaw}") from None
     try:
         # Strict JSON semantics, yet from Python objects: lists become tuples, integers become floats.
-        return cast(T, _adapter(record_type).validate_json(text, strict=True))
+        record = cast(T, _adapter(record_type).validate_json(text, strict=True))
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         # A list whose element is wrong is also reported as too short: keep the cause, drop the echo.
@@ -188,10 +224,53 @@ def validate(record_type: type[T], document: Any, where: str, *, hint: str = "co
         if len(details) > SHOWN_VIOLATIONS:
             lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
         raise InputError("\n".join(dict.fromkeys(lines))) from None
+    try:
+        problem = problem_of(record, "$")
+    except InputError as error:
+        problem = str(error)
+    if problem is not None:
+        raise InputError(f"{where}: {problem}")
+    return record
+
+
+def problem_of(value: Any, path: str) -> str | None:
+    """Return the first problem of a record, or of those inside of it; `path` is its place. None for a sound one."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Record):
+        if (problem := value.problem(path)) is not None:
+            return problem
+        items = vars(value).items()
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, NESTED) and (problem := problem_of(item, path + json_step(key))) is not None:
+            return problem
+    return None
+
+
+NESTED = (Record, dict, tuple)
+"""Types of values that hold others."""
+
+Item = TypeVar("Item", int, str)
+
+
+def repeated_item(groups: Iterable[Iterable[Item]]) -> tuple[int, int, Item, int] | None:
+    """Return (group, position, item, earlier group) of the first item that groups have twice; None if there is none.
+
+    >>> repeated_item([["a", "b"], ["c", "a"]])
+    (1, 1, 'a', 0)
+    """
+    owner: dict[Item, int] = {}
+    for group, items in enumerate(groups):
+        for position, item in enumerate(items):
+            if item in owner:
+                return group, position, item, owner[item]
+            owner[item] = group
+    return None
 
 
 def dump(record: Any) -> Any:
-    """A record as plain JSON types, without the fields that are None."""
+    """Return a record as plain JSON types, without the fields that are None."""
     return _adapter(type(record)).dump_python(record, mode="json", exclude_none=True, warnings="error")
 
 
@@ -216,7 +295,7 @@ def _shown(value: Any) -> str:
 
 
 def json_step(key: int | str) -> str:
-    """One step of a JSON path; a name that is no identifier in quotes, a long one cut short."""
+    """Return one step of a JSON path; a name that is no identifier in quotes, a long one cut short."""
     if isinstance(key, int):
         return f"[{key}]"
     if len(key) > SHOWN_CHARACTERS:
@@ -228,7 +307,7 @@ _PLAIN = re.compile(r"\w+")
 
 
 def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
-    """The location as a JSON path; steps that name a union's branch and not a field are left out."""
+    """Return the location as a JSON path; steps that name a union's branch and not a field are left out."""
     path, value = "$", document
     for step in location:
         if isinstance(step, int) and isinstance(value, list):
@@ -241,7 +320,7 @@ def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
 
 
 def _violation(detail: ErrorDetails, record_type: type[Any], hint: str) -> str:
-    """What is wrong at one place: found, expected, hint."""
+    """Return what is wrong at one place: found, expected, hint."""
     if detail["type"] in UNKNOWN:
         field = str(detail["loc"][-1])
         near = difflib.get_close_matches(field, _field_names(record_type), n=1) if len(field) < 100 else []
@@ -267,19 +346,8 @@ _JSON_WORDS = {
 """Python's names of types, as JSON's."""
 
 
-def _field_names(record_type: type[Any]) -> tuple[str, ...]:
-    """Every field name reachable from a record type, for "did you mean"."""
-    names: set[str] = set()
-    todo: list[Any] = [record_type]
-    seen: set[Any] = set()
-    while todo:
-        current = todo.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if hasattr(current, "__dataclass_fields__"):
-            hints = get_type_hints(current)
-            names.update(current.__dataclass_fields__)
-            todo.extend(hints.values())
-        todo.extend(argument for argument in getattr(current, "__args__", ()) if argument is not Ellipsis)
-    return tuple(sorted(names))
+def _field_names(record_type: type[Any]) -> list[str]:
+    """Return every field name of a record and of those inside of it, for "did you mean"."""
+    schema = _adapter(record_type).json_schema()
+    records = [schema, *schema.get("$defs", {}).values()]
+    return sorted({name for record in records for name in record.get("properties", ())})

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 UPDATER = "updater "
-"""What names of resources begin with that are local updaters; their number follows."""
+"""Prefix of the resources that are local updaters; their number follows."""
 
 
 def computes(resource: str) -> bool:
-    """Whether a resource computes; else it is a network, or one of several links."""
+    """Return whether a resource computes; else it is a network, or one of several links."""
     return resource == "compute" or resource.startswith(UPDATER)
 
 
@@ -52,7 +52,7 @@ class Timeline:
 
 
 class Interval(Protocol):
-    """What takes time."""
+    """Anything with a start and an end."""
 
     @property
     def start_us(self) -> float: ...

@@ -1,1 +1,1 @@
-"""From `attach` to `detach`: picks the way to train and owns its parts."""
+"""Sessions, from `attach` to `detach`: pick the way to train and own its parts."""

@@ -1,4 +1,4 @@
-"""attach: a plan, a model and its ranks are checked against each other before anything is changed."""
+"""Attach a model: a plan, the model and its ranks are checked against each other before anything is changed."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def attach(
             plan was profiled with another version of torch.
         loss_scale: `scaler.get_scale` of the GradScaler, where there is one: what lossy buckets hold back is rescaled
             when the scale changes, and what a delay pushes is unscaled. Not needed for exact plans.
-        guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
-            that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
-            and send those that leave too much in a wider format, or whole; with a delay, shorten it where ranks'
+        guard: of lossy plans. In the first steps alternate with the exact plan (`fallback`), and keep that if the lossy
+            plan is not faster (`runtime.FallbackWarning`); later sample the residuals of buckets, and send those
+            with too large ones in a wider format, or whole; with a delay, shorten it where ranks'
             weights are too far from each other (`runtime.AccuracyWarning`), and end it where it is not faster than the
             warm-up.
-        mesh: for plans with collectives on two kinds of link: the ranks as rows of nodes, the same on every rank, such
+        mesh: for plans with hierarchical collectives: the ranks as rows of nodes, the same on every rank, such
             as `init_device_mesh("cuda", (nodes, ranks_per_node))`; default: what torchrun says (GROUP_RANK,
             LOCAL_WORLD_SIZE), or the machines' names.
 
@@ -102,7 +102,7 @@ class PlanToMake:
     """A plan that is made once all ranks have agreed on the model, from what they agreed on."""
 
     problem: str | None
-    """What is wrong on this rank, which is reported to all."""
+    """Problem on this rank, which is reported to all."""
     make: Callable[[World, ModelFacts, Sequence[RankInfo]], Plan]
     """Called on all ranks, with the information of each; gives a plan that drives the model, the same on all."""
 

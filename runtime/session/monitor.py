@@ -1,4 +1,6 @@
-"""What watches a session's steps: are they as long as predicted, is the plan worth it, and does it do no harm."""
+"""The monitor of a session's steps: whether they are as long as predicted, and whether compression pays and does no
+harm.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ class Monitor:
     """`recorder` has the marks, `drift` and `trial` their last verdicts; see `runtime.monitor`."""
 
     def __init__(self, plan: Plan, world: World, recorder: Recorder, options: AttachOptions) -> None:
-        """Of the options, `drift` and `guard` count; see `runtime.attach`."""
+        """Monitor the steps of a plan; of the options, `drift` and `guard` count: see `runtime.attach`."""
         self._world, self.recorder, self._warns, self._guarded = world, recorder, options.drift, options.guard
         self.drift = DriftGuard(world.rank, recorder.clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
         self.trial: Trial | None = None
-        """Tries a plan against the exact one beside it, if any; `trial.verdict` is what came out."""
+        """Trial of a plan against its exact fallback, if any; `trial.verdict` is the result."""
         self.tried: str | None = None
         """Digest of the plan that was tried by the run that this one continues."""
         self._guard: Guard | None = None
         self.try_plan(plan)
 
     def try_plan(self, plan: Plan) -> None:
-        """Try a plan that the user has given, where it has an exact one beside it."""
+        """Try a plan that the user has given, if it has an exact fallback."""
         sends_less = plan.accuracy != "exact" and plan.delay is None
         tried = self._guarded and sends_less and plan.fallback is not None and self._world.ranks > 1
         self.trial = Trial(plan, self._world, self.recorder) if tried else None
@@ -56,7 +58,7 @@ class Monitor:
             return self.trial.step_done()
         if self._guard is None or (harmful := self._guard.step_done(step)) is None:
             return None
-        following = self._guard.relieved(mode.plan, harmful)
+        following = self._guard.relax_bucket(mode.plan, harmful)
         if not mode.send_as(harmful.bucket.index, following):
             return following
         self._watch(exchange)
@@ -73,7 +75,7 @@ class Monitor:
         return {} if tried is None else {"tried": tried}
 
     def load(self, state: Mapping[str, Any], plan: Plan) -> Plan | None:
-        """Repeat no trial of this plan that was over; return the exact plan, where the run went on with that."""
+        """Repeat no trial of this plan that was over; return the exact plan if training continued with that."""
         if self.trial is None or state.get("tried") != plan.digest():
             return None
         self.trial, self.tried = None, plan.digest()

@@ -27,12 +27,12 @@ from runtime.plan.timeline import Span, Timeline
 from runtime.sparse.samples import Sampled
 
 MIN_STEPS = 5
-"""Of fewer steps nothing is said about why they are not what was predicted: the first ones are slow."""
+"""Minimum number of steps for a cause of their difference from the prediction: the first ones are slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseReport:
-    """One phase of a bucket on one kind of link: means in microseconds from the step's start."""
+    """One phase of a bucket, on intra-node or inter-node links: means in microseconds from the step's start."""
 
     name: str
     link: str
@@ -48,7 +48,7 @@ class BucketReport:
     gradients: int
     size_bytes: int | None
     ready_us: float
-    """Its last gradient is in the buffer."""
+    """Time when its last gradient is in the buffer."""
     launch_us: float
     """It is handed to the communicator: later than ready where an earlier bucket is not complete."""
     start_us: float
@@ -59,7 +59,7 @@ class BucketReport:
     sends: str = "all_reduce"
     """The collective that it is sent by, where that has no phases."""
     sample: Sampled | None = None
-    """Of a lossy bucket, when it was last looked at."""
+    """Last sample of a compressed bucket."""
     phases: tuple[PhaseReport, ...] = ()
 
     @property
@@ -91,14 +91,14 @@ class Accumulated:
 
     micro_batches: int
     exchanged: int
-    """How many of them exchanged gradients (backward outside of `no_sync`)."""
+    """Number of them that exchanged gradients (backward outside of `no_sync`)."""
     forward_us: float
     backward_us: float
     wait_us: float
 
     @property
     def total_us(self) -> float:
-        """When the last micro-batch begins, without what the script does in between."""
+        """Time until the last micro-batch begins, without the script's own between them."""
         return self.forward_us + self.backward_us + self.wait_us
 
 
@@ -110,32 +110,40 @@ class Report:
     rank: int
     ranks: int
     steps: int
-    iteration_us: float
-    """What the step takes without the script: the sum of forward, backward, waiting and update."""
     forward_us: float
     backward_us: float
-    """From the end of forward to the end of autograd, the loss included."""
+    """Time from the end of forward to the end of autograd, the loss included."""
     update_us: float
     wait_us: float
-    """From the end of autograd to the last averaged gradient."""
+    """Time from the end of autograd to the last averaged gradient."""
     script_us: float = 0.0
-    """What else passes until the next step begins: loading data, clipping, logging and the like (median)."""
+    """Remaining time until the next step begins: loading data, clipping, logging and the like (median)."""
     accumulated: Accumulated | None = None
     predicted_us: float | None
-    """Of as many micro-batches as a step has, each as large as the profile's batch; None where that is not known."""
-    error: float | None
-    """predicted / measured − 1."""
+    """Predicted time of as many micro-batches as a step has, each as large as the profile's batch; None: not known."""
     buckets: tuple[BucketReport, ...]
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
     step: StepReport | None = None
     interfaces: tuple[str, ...] = ()
     cause: str | None = None
-    """Why the step is not what was predicted, where it is far from that."""
+    """Cause of a large difference from the prediction."""
+
+    @property
+    def iteration_us(self) -> float:
+        """Time of the step without the script: forward, backward, waiting and update."""
+        return self.forward_us + self.backward_us + self.wait_us + self.update_us
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction: predicted / measured − 1."""
+        if self.predicted_us is None or self.iteration_us <= 0.0:
+            return None
+        return self.predicted_us / self.iteration_us - 1.0
 
     @property
     def timeline(self) -> Timeline:
-        """The measured step in the form of a predicted one."""
+        """Measured step in the form of a predicted one."""
         end_us = self.iteration_us - self.update_us
         compute = list(self._compute())
         network = [span for bucket in self.buckets for span in bucket.spans]
@@ -167,11 +175,11 @@ class Report:
 
     @property
     def every_us(self) -> float:
-        """From the start of a step to that of the next one."""
+        """Time from the start of a step to that of the next one."""
         return self.iteration_us + self.script_us
 
     def _gathers(self) -> Iterator[Span]:
-        """Of the weights that ranks have updated, which end the step."""
+        """Yield the gathers of updated weights, which end the step."""
         times_us = self.step.gathers_us if self.step else ()
         start_us = self.iteration_us - min(sum(times_us), self.update_us)
         for index, time_us in enumerate(times_us):
@@ -182,7 +190,7 @@ class Report:
             start_us = end_us
 
     def _late_gather(self, gather: GatherReport) -> Span:
-        """One of the step before, launched when that ended."""
+        """Return the span of a gather that was launched when the step before ended."""
         start_us, end_us = (max(0.0, time_us - self.script_us) for time_us in (gather.start_us, gather.end_us))
         which = f"bucket{'s' if gather.buckets[1:] else ''} {', '.join(map(str, gather.buckets))}"
         bucket = None if gather.buckets[1:] else gather.buckets[0]
@@ -196,7 +204,7 @@ class Report:
 
     @property
     def measured(self) -> MeasuredStep:
-        """The measured step, in the form that `planner explain --measured` reads."""
+        """Measured step in the form that `planner explain --measured` reads."""
         several = self.accumulated is not None
         micro_batches, exchanged = self.micro_batches if several else (None, None)
         return MeasuredStep.of(
@@ -246,34 +254,31 @@ class _Backward:
 
     marks: StepMarks
     begun: Any
-    """Where it starts; the end of the backward before where both go through one forward."""
-    forward_us: float
-    backward_us: float
-    wait_us: float
-    earlier_us: tuple[float, float]
+    """Mark of its start: of the forward, or of the end of the backward before if both go through one forward."""
+    last_us: tuple[float, float, float]
+    """Forward, backward and waiting of the last micro-batch."""
+    whole_us: tuple[float, float, float]
+    """The same of all micro-batches."""
 
     @classmethod
     def of(cls, marks: StepMarks, before: StepMarks | None, clock: Clock) -> _Backward | None:
-        """None where a mark is missing."""
+        """Return the times of a backward; None if a mark is missing."""
         apart = marks.forward is None or marks.forward_end is None
         begun = (before.end if before else None) if apart else marks.forward
         middle = begun if apart else marks.forward_end
         if begun is None or marks.backward_end is None or marks.end is None:
             return None
-        between = clock.between_us
-        return cls(
-            marks, begun, between(begun, middle), between(middle, marks.backward_end),
-            between(marks.backward_end, marks.end),
-            (
-                sum(between(start, end) for start, end, _ in marks.micro_batches),
-                sum(between(end, over) for _, end, over in marks.micro_batches),
-            ),
-        )  # fmt: skip
+        forward_us, backward_us, wait_us = map(
+            clock.between_us, (begun, middle, marks.backward_end), (middle, marks.backward_end, marks.end)
+        )
+        forwards_us = forward_us + sum(clock.between_us(start, end) for start, end, _ in marks.micro_batches)
+        backwards_us = backward_us + sum(clock.between_us(end, over) for _, end, over in marks.micro_batches)
+        return cls(marks, begun, (forward_us, backward_us, wait_us), (forwards_us, backwards_us, wait_us))
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What belongs to one step of the optimizer."""
+    """Backwards and update of one step of the optimizer."""
 
     backwards: list[_Backward]
     update_us: float
@@ -288,22 +293,17 @@ class _Step:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        return (
-            sum(one.forward_us + one.earlier_us[0] for one in self.backwards),
-            sum(one.backward_us + one.earlier_us[1] for one in self.backwards),
-            sum(one.wait_us for one in self.backwards),
-            self.update_us,
-        )
+        """Forward, backward, waiting and update."""
+        forward_us, backward_us, wait_us = map(sum, zip(*(one.whole_us for one in self.backwards), strict=True))
+        return forward_us, backward_us, wait_us, self.update_us
 
     @property
-    def earlier(self) -> tuple[float, float, float]:
+    def earlier(self) -> list[float]:
         """Forward, backward and waiting before the last micro-batch."""
-        forward_us, backward_us, wait_us, _ = self.parts
-        last = self.backwards[-1]
-        return forward_us - last.forward_us, backward_us - last.backward_us, wait_us - last.wait_us
+        return [whole_us - last_us for whole_us, last_us in zip(self.parts, self.backwards[-1].last_us, strict=False)]
 
     def until(self, mark: Any, clock: Clock) -> float:
-        """From the step's start to a mark of its last backward, without what the script does in between."""
+        """Return the time from the step's start to a mark of its last backward, without the script's own in between."""
         return sum(self.earlier) + clock.between_us(self.backwards[-1].begun, mark)
 
 
@@ -353,27 +353,29 @@ def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float
 
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
-    norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None, *,
-    in_run: bool = False,
+    sends: str | None = None, *, in_run: bool = False,
 ) -> Report:  # fmt: skip
-    """Return means over the middle half of the recorded steps. `samples`: of lossy buckets by their index; `norms` and
-    `step`: what those took, where there are any; `sends`: the collective of all buckets, where the plan says another;
-    `in_run`: plans are made in the run.
+    """Return means over the middle half of the recorded steps, without the times of norms and of a sharded step.
+
+    Args:
+        plan: the plan of these steps.
+        recorder: has the marks of the steps.
+        world: the ranks.
+        samples: of compressed buckets, by their index.
+        sends: collective of all buckets; None: as the plan has it.
+        in_run: whether plans are made in the run.
     """
     steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
     middle = _middle(steps)
     kind = middle[0].kind if middle else (1, 1)
     forward_us, backward_us, wait_us, update_us = _means([one.parts for one in middle], 4)
-    iteration_us = forward_us + backward_us + wait_us + update_us
     predicted = plan.predicted.accumulated(*kind) if plan.predicted is not None else None
-    predicted_us = predicted.iteration_us if predicted is not None else None
     earlier_us = _means([one.earlier for one in middle], 3)
     return Report(
         model=plan.model,
         rank=world.rank,
         ranks=world.ranks,
         steps=sum(one.kind == kind for one in steps),
-        iteration_us=iteration_us,
         forward_us=forward_us,
         backward_us=backward_us,
         update_us=update_us,
@@ -383,11 +385,8 @@ def make_report(
             micro_batches=kind[0] - 1, exchanged=kind[1] - 1, forward_us=earlier_us[0], backward_us=earlier_us[1],
             wait_us=earlier_us[2],
         ),
-        predicted_us=predicted_us,
-        error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
+        predicted_us=None if predicted is None else predicted.iteration_us,
         buckets=tuple(_buckets(plan, predicted, middle, recorder.clock, samples or {}, sends)),
-        norms=norms,
-        step=step,
         interfaces=plan.interfaces,
         # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
         cause=_cause(plan, list(recorder.steps), recorder.clock, in_run=in_run) if kind == (1, 1) else None,
@@ -399,7 +398,7 @@ def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock, *, in_run: bool
     if len(known) < MIN_STEPS or predicted is None:
         return None
     measured = measured_times(known, clock, with_buckets=False)
-    updated = measured.update_us > 0.0  # without an optimizer nobody times the update
+    updated = measured.update_us > 0.0  # without an optimizer the update is not timed
     return cause_of_error(
         computed_us=measured.compute_us + measured.update_us,
         predicted_computed_us=predicted.compute_us + (predicted.update_us if updated else 0.0),
@@ -423,7 +422,7 @@ def _buckets(
         return
 
     def mean(marks_of: Iterable[Any]) -> float:
-        """From the step's start to what is marked of its last backward, by step."""
+        """Return the mean time from the step's start to a mark of its last backward."""
         known = [step.until(mark, clock) for step, mark in zip(steps, marks_of, strict=True) if mark is not None]
         return statistics.fmean(known) if known else 0.0
 

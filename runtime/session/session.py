@@ -1,6 +1,6 @@
 """A model that trains by a plan: its mode and exchange, what watches over it, and how another plan takes its place.
 
-What happens in one step is told in `runtime.core.backward`.
+`runtime.core.backward` has the sequence of one step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ from runtime.version import __version__
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 FREED_BYTES = 31 * 1024 * 1024
-"""Of a block that is allocated on a host and freed at once, untouched: from then on glibc keeps twice as much free
+"""Size of a block that is allocated on a host and freed at once, untouched: from then on glibc keeps twice as much free
 memory at the end of its heap. It keeps twice the largest block that was freed, up to 32 MiB; where layers' outputs are
 small, what backward frees goes back to the system in every step, and the next forward takes thousands of page faults.
 """
@@ -66,7 +67,7 @@ class Director(Protocol):
     """Decides on plans while a session trains."""
 
     def step_done(self) -> Plan | None:
-        """Return the plan of the next step, alike on all ranks, which may meet here; None: the present one goes on.
+        """Return the plan of the next step, alike on all ranks, which may meet here; None: the present one continues.
 
         Called when all gradients of a step are there, before the optimizer's step.
         """
@@ -77,7 +78,7 @@ class Session:
     """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.base.Host`."""
 
     director: Director | None = None
-    """Who may change the plan between steps, beside `switch`; a switch that waits comes first."""
+    """Decides on the plans of following steps, besides `switch`; a switch that waits comes first."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Session:
         self.model, self.world, self.options = model, world, options
         self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
         self.step = 0
-        """How many steps have been exchanged, which is the number of the next one."""
+        """Number of steps that have been exchanged, which is the number of the next one."""
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
         self.parameters = dict(trainable_parameters(model) if parameters is None else parameters)
@@ -142,22 +143,22 @@ class Session:
 
     @property
     def mode(self) -> Mode:
-        """How ranks train now."""
+        """Mode in which ranks train now."""
         return self.modes[-1]
 
     @property
     def plan(self) -> Plan:
-        """The plan of the next step."""
+        """Plan of the next step."""
         return self.mode.plan
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model trains by this session: until `detach`."""
+        """True until `detach`: the model trains by this session."""
         return bool(self._handles)
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node; where that is not known, none do."""
+        """Ranks of each node; if they are not known, each is a node of its own."""
         found = self.world.topology
         return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
 
@@ -192,7 +193,7 @@ class Session:
             mode.hooks.after_step()
 
     def _step_done(self) -> None:
-        """All gradients of a step are there; the optimizer's step comes next."""
+        """End the exchange of a step, whose gradients are all there; the optimizer's step comes next."""
         if self._buffers is not None and self._buffers.align():
             self.recorder.buffers_aligned()
         self.step += 1
@@ -211,7 +212,7 @@ class Session:
             self.monitor.drift.step_done(self.recorder.steps)
 
     def _prepare_following(self, plan: Plan) -> None:
-        """A plan is to begin with the next step, unless a rank has no memory for its buckets."""
+        """Let a plan begin with the next step, unless a rank has no memory for its buckets."""
         prepared, problem = self._prepare(plan, self.step)
         problems = [one for one in self.world.gather(problem, "changing plans") if one]
         if prepared is not None and not problems:
@@ -221,7 +222,7 @@ class Session:
         warnings.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning, stacklevel=2)
 
     def _change_over(self) -> None:
-        """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
+        """Switch to the pending plan between two steps; `.grad`s are not touched."""
         assert self._pending is not None
         (_, mode, exchange), self._pending = self._pending, None
         self.mode.end()
@@ -231,7 +232,7 @@ class Session:
         mode.begin(exchange)
 
     def put(self, exchange: Exchange) -> None:
-        """Another exchange takes the place of the present one."""
+        """Replace the active exchange between two steps; all ranks call this."""
         self._connect(exchange)
         before, self.exchange = self.exchange, exchange
         exchange.inherit_state(before)
@@ -271,9 +272,9 @@ class Session:
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, the model has the synchronized weights and buffers: to evaluate, and to save them.
+        """Give the model the synchronized weights and buffers inside: to evaluate, and to save them.
 
-        Only plans with a delay leave ranks with weights of their own, and of those whose ranks share the step some
+        Only plans with a delay leave ranks with weights of their own, and some with the sharded step
         round them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls
         it between the same two steps. What a script changes inside is lost.
 
@@ -286,7 +287,7 @@ class Session:
             yield
 
     def wait_for_weights(self) -> None:
-        """Return when the weights of the last step have come, where a plan has them come beside the next forward.
+        """Block until the weights of the last step are here, if the plan gathers them during the next forward.
 
         Whoever reads a parameter through torch waits for it by itself: modules and any other forward, `state_dict`,
         copies, moving averages, `p.data`. Call this before what does not ask a parameter's class: a CUDA graph's
@@ -385,14 +386,13 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        return make_report(
-            self.plan, self.recorder, self.world, self.samples, self._norms.report(), self.mode.report(),
-            self.mode.sends, in_run=self.director is not None,
-        )  # fmt: skip
+        in_run = self.director is not None
+        report = make_report(self.plan, self.recorder, self.world, self.samples, self.mode.sends, in_run=in_run)
+        return replace(report, norms=self._norms.report(), step=self.mode.report())
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
-        """What lossy buckets, by their index, left behind when it was looked at; see `runtime.sparse.samples`."""
+        """Samples of compressed buckets, by their index; see `runtime.sparse.samples`."""
         return self.monitor.samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -421,7 +421,8 @@ class Session:
 
     @contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
-        """Inside, `optimizer.state_dict()` is what `optimizer_state_dict` returns: for code that calls it by itself.
+        """Let `optimizer.state_dict()` return what `optimizer_state_dict` returns inside: for code that calls it by
+        itself.
 
         Every rank calls it between the same two steps; inside, a rank may read the state alone. Nothing happens unless
         the step is sharded. Raises InputError in a backward and after `detach`, CommunicationError where a rank does
@@ -455,7 +456,8 @@ class Session:
 
     @contextmanager
     def aside(self, what: str, no_sync: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Inside, the model is plain, as after `detach`; afterwards the session goes on where it was (for measuring).
+        """Make the model plain inside, as after `detach`; afterwards the session continues where it was (for
+        measuring).
 
         Every rank calls it between the same two steps. `report()` begins anew.
 
@@ -488,7 +490,7 @@ class Session:
             self.monitor.tried = state.get("tried")
 
     def exchange_alone(self) -> None:
-        """Send every bucket once, as it is, with no backward beside it (for measuring)."""
+        """Send every bucket once, as it is, without a backward (for measuring)."""
         for bucket in self.exchange.buckets:
             self.exchange.launcher.communicator.launch(bucket.payload, CommTiming())
         self.exchange.launcher.communicator.wait()
@@ -502,7 +504,7 @@ class Session:
         """Make the model plain again; gradients stay, as tensors of their own.
 
         Args:
-            leave: give the process group back; False where the caller made it and goes on with it.
+            leave: give the process group back; False if the caller made it and continues to use it.
         """
         if not self._handles:
             return

@@ -1,4 +1,4 @@
-"""A parameter whose new values are on their way from other ranks: whoever looks at them through torch waits first.
+"""A parameter whose new values are being gathered from other ranks: reading them through torch waits first.
 
 Torch asks a parameter's class before it does anything with its numbers, so for that time the parameter has another
 class than before; it stays the same object, in the same memory. What asks nothing of the numbers does not wait.
@@ -29,15 +29,15 @@ FUNCTIONS = frozenset((
     "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension",
     "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "stride",
 ))  # fmt: skip
-"""What asks nothing of the numbers. All else waits, also what is unknown here."""
+"""Attributes and functions that do not read the numbers. All else waits, also what is unknown here."""
 
 
 _GRAD: Any = torch.Tensor.grad
 """The attribute of any tensor."""
 
 
-class Awaiting(Protocol):
-    """Who knows when the values come."""
+class GatherWaiter(Protocol):
+    """Waits for a pending all-gather."""
 
     def wait_for(self, gather: int) -> None:
         """Make the parameters of a gather plain, which have all their values then. Raises CommunicationError."""
@@ -45,10 +45,10 @@ class Awaiting(Protocol):
 
 
 class AwaitedParameter(nn.Parameter):
-    """See above. `_from` says whom to ask, and for which gather."""
+    """A parameter whose values are being gathered; `_from` has the waiter, and the number of the gather."""
 
     # Weakly: torch may keep a parameter where no garbage collector looks.
-    _from: tuple[weakref.ref[Awaiting], int]
+    _from: tuple[weakref.ref[GatherWaiter], int]
 
     def __new__(cls, *given: Any, **named: Any) -> nn.Parameter:  # type: ignore[misc]
         """Return a plain one: `type(parameter)(tensor)`, by which scripts make one parameter from another."""
@@ -56,7 +56,7 @@ class AwaitedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any parameter; every step looks at it, so by a shorter way than other attributes."""
+        """Gradient, as of any parameter; every step reads it, so by a shorter way than other attributes."""
         with torch._C.DisableTorchFunctionSubclass():
             found: Tensor | None = _GRAD.__get__(self)
             return found
@@ -86,7 +86,7 @@ class AwaitedParameter(nn.Parameter):
         return found
 
     def as_subclass(self, cls: Any) -> Any:
-        """As of any tensor, of which torch does not ask its class."""
+        """Return the tensor as another class, when its values are there: torch does not ask its class for that."""
         come(self)
         return self.as_subclass(cls)
 
@@ -100,7 +100,7 @@ class AwaitedParameter(nn.Parameter):
 
 
 def _reduce_shared(parameter: AwaitedParameter) -> Any:
-    """As torch sends a parameter to another process: memory that both have from then on."""
+    """Return what torch sends of a parameter to another process: memory that both share from then on."""
     come(parameter)
     return reduce_tensor(parameter)
 
@@ -125,8 +125,8 @@ def _awaited_in(given: Any) -> Iterator[AwaitedParameter]:
         yield from _awaited_in(list(given.values()))
 
 
-def wait_from_now(parameter: nn.Parameter, who: weakref.ref[Awaiting], gather: int) -> None:
-    """Let whoever looks at a parameter wait."""
+def wait_from_now(parameter: nn.Parameter, who: weakref.ref[GatherWaiter], gather: int) -> None:
+    """Let readers of a parameter wait for a gather."""
     parameter.__class__ = AwaitedParameter
     parameter.__dict__["_from"] = who, gather
 
@@ -137,11 +137,11 @@ def make_plain(parameter: nn.Parameter) -> None:
 
 
 def come(parameter: AwaitedParameter) -> None:
-    """Return when a parameter has its values, and is plain.
+    """Block until a parameter has its values, and is plain.
 
     Raises:
         CommunicationError: a rank did not come within the deadline.
-        InputError: the session that they were on their way to is gone.
+        InputError: the session that gathered them is gone.
     """
     who, gather = parameter._from
     owner = who()

@@ -1,4 +1,4 @@
-"""The buckets of a plan whose ranks share the optimizer's step: each gets the average of its part of every gradient.
+"""The buckets of the sharded optimizer step: each rank gets the average of its part of every gradient.
 
     bucket complete   ─▶ part r of it goes to rank r, which adds up what comes, always in order of rank
     end of backward   ─▶ behind the last bucket ranks tell each other which gradients came on any of them; every `.grad`
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from runtime.comm.by_device import make_communicator
-from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.direct import by_message
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
@@ -35,7 +35,7 @@ from runtime.torch_compat import OUTSIDE, current_backward_id
 
 
 class ReduceScatter(Launcher):
-    """How buckets are sent while ranks share the step (`Launcher`), and who has which part of a gradient (`Owned`)."""
+    """Launcher of the sharded optimizer step, and owner of the parts of sharded gradients (`Owned`)."""
 
     usage: CarriedUsage
 
@@ -47,14 +47,14 @@ class ReduceScatter(Launcher):
         `loss_scale` gives the factor of the losses, where there is one.
         """
         self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
-        self.communicator = make_communicator(world, [push_pull] * len(buckets), device)
+        self.communicator = make_communicator(world, [by_message] * len(buckets), device)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         rounded = plan.rounds_weights
         self.parts_of: list[list[OwnPart]] = []
         narrow: dict[int, NarrowPart] = {}
         for bucket, planned in zip(buckets, plan.buckets, strict=True):
             if not planned.dense:
-                compressor = make_wire(planned.compressor, ranks=1)  # nobody adds up in the wire's dtype
+                compressor = make_wire(planned.compressor, ranks=1)  # nothing is added up in the wire's dtype
                 narrow[bucket.index] = NarrowPart(bucket, world.rank, world.ranks, compressor, rounded=rounded)
                 self.parts_of.append([narrow[bucket.index]])
             else:
@@ -72,7 +72,7 @@ class ReduceScatter(Launcher):
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}
         self._gradients = [ShardedGradient.of(slot.parameter, slot.name, slot.index, self) for slot in self.slots]
         self._before: dict[int, Tensor] = {}
-        """Of gradients that this backward did not produce and that have an average: this rank's part of it."""
+        """This rank's parts of the averages of gradients that this backward did not produce."""
         self._norms: dict[float, tuple[Any, Tensor]] = {}
 
     @property
@@ -84,9 +84,9 @@ class ReduceScatter(Launcher):
     def before_added(self, slot: Slot, exchange: weakref.ref[Exchange]) -> Callable[[Any], None]:
         return partial(_make_room, exchange, slot)
 
-    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """See `Launcher.separates`. Whoever has kept a sharded gradient has none of it to go on looking at."""
-        return may_look
+    def detaches_grads(self, hooks_may_read: bool, kept: Callable[[], bool]) -> bool:
+        """See `Launcher.detaches_grads`. A kept sharded gradient has no memory that a script could look at."""
+        return hooks_may_read
 
     def missing(self, slot: Slot) -> None:
         """See `Launcher.missing`: of an average that is still there each rank gives its part."""
@@ -189,7 +189,7 @@ class ReduceScatter(Launcher):
 
 
 def padded_length(ranks: int, planned: PlanBucket, elements: int) -> int:
-    """Return how long a flat buffer of so many elements of a bucket is, for as many equal parts as there are ranks."""
+    """Return the length of a flat buffer of a bucket's `elements`, for as many equal parts as there are ranks."""
     if planned.dense:
         return -(-elements // ranks) * ranks
     return ranks * make_wire(planned.compressor, ranks=1).cut(elements, ranks, torch.float32).share
@@ -197,7 +197,7 @@ def padded_length(ranks: int, planned: PlanBucket, elements: int) -> int:
 
 def _make_room(exchange: weakref.ref[Exchange], slot: Slot, _gradients: Any) -> None:
     """Put this rank's share of an average that is still there in its place, for a gradient that is about to be added.
-    Raises InputError where hooks would see the sum, of which this rank has a part alone; the other ranks are told.
+    Raises InputError where hooks would see the sum, of which this rank has a part alone; the other ranks raise, too.
     """
     gradient = slot.parameter.grad
     if not isinstance(gradient, ShardedGradient):

@@ -1,7 +1,7 @@
 """Tensors of which each rank holds a part alone: the `.grad` of a parameter whose gradient ranks share, its average,
 and what the optimizer keeps by element.
 
-What a script does to gradients between backward and step goes on working where it can be done by parts: scaling and
+Operations of scripts on gradients between backward and step work as before if they can be done by parts: scaling and
 clamping in place, zeroing, a GradScaler's check, and norms, which ranks add up (so `clip_grad_norm_` is right).
 Whatever else would look at numbers that this rank does not have is refused by name; the tensor itself holds NaN, so
 that what comes here by another way cannot go unnoticed.
@@ -36,12 +36,12 @@ SHAPES = frozenset((
     "is_floating_point", "is_inference", "is_neg", "ndimension", "nelement", "new_empty", "new_full", "new_ones",
     "new_zeros", "numel", "ones_like", "requires_grad_", "size", "storage_offset", "stride", "type", "zeros_like",
 ))  # fmt: skip
-"""What asks nothing of the numbers."""
+"""Functions that do not read the numbers."""
 CONVERSIONS = frozenset(("cpu", "cuda", "to"))
-"""Those that give the tensor itself where nothing is to be converted."""
+"""Conversions that return the tensor itself if there is nothing to convert."""
 COPIES = frozenset(("__deepcopy__", "clone"))
 MEMORY = frozenset(("data_ptr", "untyped_storage"))
-"""What leads to numbers; `torch.compile` asks it, and `SHAPES`, of a parameter whose forward it traces."""
+"""Functions that lead to numbers; `torch.compile` calls them, and `SHAPES`, for a parameter whose forward it traces."""
 PARTS_OF_NUMBERS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are tensors of them; `data` is the gradient itself here."""
 NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
@@ -49,7 +49,7 @@ SCALER = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class Owned(Protocol):
-    """What a sharded gradient asks of whom it belongs to."""
+    """The owner of sharded gradients."""
 
     world: World
 
@@ -62,7 +62,7 @@ class Owned(Protocol):
         ...
 
     def norms(self, order: float) -> Tensor:
-        """Of every whole gradient, float64; all ranks must call this."""
+        """Return norms of every whole gradient, float64; all ranks must call this."""
         ...
 
 
@@ -70,12 +70,12 @@ class PartialTensor(Tensor):
     """Shape, dtype and device of a whole tensor, without its memory."""
 
     whose: str
-    """As in "found … on …"."""
+    """Name of the tensor, as in "found … on …"."""
     place: int
-    """Of its parameter, in the plan."""
+    """Place of its parameter in the plan."""
     zeroed: bool
     expected = ""
-    """What can be done with it."""
+    """Supported operations, as text of an error."""
 
     @classmethod
     def _of(cls, like: Tensor, dtype: torch.dtype, whose: str, place: int) -> Self:
@@ -88,7 +88,7 @@ class PartialTensor(Tensor):
 
     @property
     def part(self) -> Tensor:
-        """This rank's, 1-D."""
+        """Part of this rank, 1-D."""
         raise NotImplementedError
 
     @classmethod
@@ -118,7 +118,7 @@ class ShardedGradient(PartialTensor):
 
     @property
     def owner(self) -> Owned:
-        """Whom it belongs to. Raises InputError where that is gone."""
+        """Owner of the gradient. Raises InputError if it is gone."""
         owner = self._owner()
         if owner is None:
             raise InputError(
@@ -133,7 +133,7 @@ class ShardedGradient(PartialTensor):
 
 
 class ShardedEntry(PartialTensor):
-    """What the optimizer's state has by element of a parameter."""
+    """An entry of the optimizer's state with one value for each element of a parameter."""
 
     _part: Tensor
     expected = (
@@ -239,9 +239,8 @@ def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: 
 
 def _norm(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     given, *rest = args
-    named = dict(zip(("ord", "dim", "keepdim", "dtype") if name != "norm" else ("p", "dim", "keepdim", "dtype"), rest,
-                     strict=False))  # fmt: skip
-    named |= options
+    first = "p" if name == "norm" else "ord"
+    named = dict(zip((first, "dim", "keepdim", "dtype"), rest, strict=False)) | options
     order = named.pop("ord", named.pop("p", 2))
     if any(value is not None and value is not False for value in named.values()):
         raise refusal(_first(args), f"{name} with {', '.join(named)}")
@@ -258,7 +257,7 @@ def _norm(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """A GradScaler's: parts are unscaled, and all ranks hear of what is not finite on any of them."""
+    """Unscale parts for a GradScaler, and let all ranks know whether any of them has values that are not finite."""
     gradients, found, *rest = args
     first = _first(gradients)
     assert isinstance(first, ShardedGradient)

@@ -1,4 +1,4 @@
-"""Weights that are gathered beside the next forward: half of every all-reduce hides there (DeAR; Zhang et al., ICDCS
+"""Weights that are gathered during the next forward: half of every all-reduce hides there (DeAR; Zhang et al., ICDCS
 2023).
 
 optimizer.step()    this rank's parts are updated, and all gathers launched, in the plan's order, in a process group of
@@ -6,8 +6,8 @@ optimizer.step()    this rank's parts are updated, and all gathers launched, in 
 until one has come  its parameters are `AwaitedParameter`s: what torch does with their numbers waits for them
 a module's forward  waits for the module's own parameters, on behalf of C++ that is handed them past torch
 
-Waiting is a rank's own affair and always right, so where it may be that somebody looks unseen, the step itself waits:
-where a tensor beside the parameter looks at its memory, where a script has moved it, or a compiled program runs.
+Waiting is a rank's own affair and always right, so where a read may be unseen, the step itself waits:
+where a tensor besides the parameter looks at its memory, where a script has moved it, or a compiled program runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.by_device import make_communicator
-from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.direct import by_message
 from runtime.comm.collectives.exchange import all_gather
 from runtime.comm.collectives.phases import Works
 from runtime.comm.communicator import CommTiming, Communicator, Payload
@@ -40,23 +40,25 @@ from runtime.core.hooks import ModulePreHook
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
 from runtime.monitor.step_report import GatherReport, StepReport
-from runtime.sharded.awaited import Awaiting, make_plain, wait_from_now
+from runtime.sharded.awaited import GatherWaiter, make_plain, wait_from_now
 from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.part import OwnPart
 from runtime.sharded.state import state_bytes
-from runtime.sharded.step import Home, ShardedStep
+from runtime.sharded.step import ParamStorage, ShardedStep
 from runtime.torch_compat import is_in_compiled_code, runs_without_python, storage_uses
 
 HOST_PACKED_BYTES = 2**20
-"""On hosts, messages below are packed."""
+"""Size below which messages are packed on hosts."""
 
 
 class Gather:
     """One all-gather of weights: messages as they lie, or packed into one where they are small, or rounded."""
 
-    def __init__(self, index: int, buckets: tuple[int, ...], homes: Sequence[Home], scratch: Tensor | None) -> None:
-        """`homes`: of the buckets' messages; `scratch`: where it `packs`, bytes (uint8), `packed_bytes` or more."""
-        self.index, self.buckets, self.homes, self._scratch = index, buckets, homes, scratch
+    def __init__(
+        self, index: int, buckets: tuple[int, ...], storages: Sequence[ParamStorage], scratch: Tensor | None
+    ) -> None:
+        """`storages`: of the buckets' messages; `scratch`: where it `packs`, bytes (uint8), `packed_bytes` or more."""
+        self.index, self.buckets, self.storages, self._scratch = index, buckets, storages, scratch
         self.parameters = [slot.parameter for part in self.parts for slot in part.message.slots]
         first, *_, last = [slot.name for part in self.parts for slot in part.message.slots] * 2
         which = f"bucket{'s' if buckets[1:] else ''} {', '.join(map(str, buckets))}"
@@ -66,25 +68,25 @@ class Gather:
         self.awaited = False
         """Whether its parameters have to be waited for."""
         self.modules: list[nn.Module] = []
-        """Those that have some of its parameters."""
+        """Modules that have some of its parameters."""
         self._uses = 0
 
     @property
     def parts(self) -> list[OwnPart]:
-        return [home.part for home in self.homes]  # whose buffers may become others
+        return [storage.part for storage in self.storages]  # whose buffers may become others
 
     @staticmethod
-    def packed_bytes(homes: Sequence[Home]) -> int:
+    def packed_bytes(storages: Sequence[ParamStorage]) -> int:
         """Return how much memory a message needs that is packed: this rank's part, and all ranks'."""
-        return sum(home.part.sent_weights_bytes for home in homes) * (homes[0].part.ranks + 1)
+        return sum(storage.part.sent_weights_bytes for storage in storages) * (storages[0].part.ranks + 1)
 
     @staticmethod
-    def packs(homes: Sequence[Home]) -> bool:
-        """Whether weights travel otherwise than they lie: rounded, or several messages as one.
+    def packs(storages: Sequence[ParamStorage]) -> bool:
+        """Return whether weights are sent in another layout than they have: rounded, or several messages as one.
 
         On hosts a large message costs more to copy there and back than its own start-up.
         """
-        parts = [home.part for home in homes]
+        parts = [storage.part for storage in storages]
         small = min(part.whole.nbytes for part in parts) < HOST_PACKED_BYTES
         on_host = parts[0].whole.device.type == "cpu"
         return any(part.master is not None for part in parts) or (len(parts) > 1 and (small or not on_host))
@@ -102,7 +104,7 @@ class Gather:
     def _packed(self, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the scratch memory, shapes (bytes of a part,) and (ranks, bytes of a part)."""
         ranks = self.parts[0].ranks
-        size = self.packed_bytes(self.homes) // (ranks + 1)
+        size = self.packed_bytes(self.storages) // (ranks + 1)
         return scratch[:size], scratch[size : size * (ranks + 1)].view(ranks, size)
 
     def _unpack(self, rows: Tensor) -> None:
@@ -112,20 +114,20 @@ class Gather:
             part.take_weights(rows[:, start:stop])
             start = stop
 
-    # Whether somebody may look at its weights unseen.
+    # Whether its weights may be read unseen.
 
     def remember(self) -> None:
-        """Nobody but this package looks at the buffers now."""
+        """Remember the number of tensors that look at the buffers now, when only this package has any."""
         self._uses = self._count_uses()
 
     def _count_uses(self) -> int:
-        return sum(storage_uses(one) + sys.getrefcount(one) for home in self.homes for one in home.memory)
+        return sum(storage_uses(one) + sys.getrefcount(one) for storage in self.storages for one in storage.memory)
 
     @property
     def seen_through(self) -> bool:
-        """Whether all looks at its parameters go through torch and the parameters themselves."""
+        """True if all reads of its parameters go through torch and the parameters themselves."""
         return (
-            not any(home.apart for home in self.homes)
+            not any(storage.apart for storage in self.storages)
             and self._count_uses() <= self._uses
             and all(type(parameter) is nn.Parameter for parameter in self.parameters)
         )
@@ -133,7 +135,7 @@ class Gather:
 
 @dataclass(eq=False)
 class _Marks:
-    """Of one step's gathers."""
+    """Marks of one step's gathers."""
 
     begun: Any
     done: Any
@@ -143,13 +145,14 @@ class _Marks:
 
 
 class LateStep(ShardedStep):
-    """A shared step that ends before all ranks' weights have come."""
+    """A sharded step that ends before all ranks' weights have been gathered."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock, model: nn.Module,
         groups: Sequence[tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """All ranks call this. `groups`: the buckets of each gather, in the order in which they are launched.
+        """Begin to shard the step; all ranks call this. `groups`: the buckets of each gather, in the order of their
+        launches.
 
         Raises CommunicationError where a rank does not come.
         """
@@ -158,8 +161,8 @@ class LateStep(ShardedStep):
         self._model, self._compiled = model, False
         self._lock = threading.RLock()
         self._late_marks: deque[_Marks] = deque(maxlen=KEPT_STEPS)
-        homes = {id(home.part): home for home in self._homes}
-        members = [[homes[id(part)] for bucket in group for part in exchange.parts_of[bucket]] for group in groups]
+        storages = {id(storage.part): storage for storage in self._storages}
+        members = [[storages[id(part)] for bucket in group for part in exchange.parts_of[bucket]] for group in groups]
         packed = [Gather.packed_bytes(one) for one in members if Gather.packs(one)]
         device = exchange.parts[0].whole.device
         # One for all gathers: they are sent one at a time.
@@ -170,10 +173,10 @@ class LateStep(ShardedStep):
         ]
         self._hook = ModulePreHook(self._before_module)
         self._needs: dict[nn.Module, list[Gather]] = {}
-        """Of every module that has parameters somewhere, the gathers of its own."""
+        """Gathers of a module's own parameters, for every module that has parameters somewhere."""
         self._find_modules()
         self._communicator: Communicator = make_communicator(
-            self._gather_world, [push_pull] * len(self._gathers), device, world, across_steps=True
+            self._gather_world, [by_message] * len(self._gathers), device, world, across_steps=True
         )
         for gather in self._gathers:
             gather.remember()
@@ -213,14 +216,14 @@ class LateStep(ShardedStep):
         for gather in self._gathers:
             if not gather.awaited:
                 self._communicator.wait(gather.sent)
-                for home in gather.homes:
-                    home.hand_out()
+                for storage in gather.storages:
+                    storage.copy_to_params()
         marks = _Marks(begun, self._clock.mark(), [gather.sent for gather in self._gathers])
         self._late_marks.append(marks)
 
     def _await_later(self, gather: Gather) -> None:
         gather.awaited = True
-        me: weakref.ref[Awaiting] = weakref.ref(self)
+        me: weakref.ref[GatherWaiter] = weakref.ref(self)
         for parameter in gather.parameters:
             wait_from_now(parameter, me, gather.index)
         for module in gather.modules:
@@ -230,7 +233,7 @@ class LateStep(ShardedStep):
                 self._hook.put_on(module)
 
     def before_forward(self) -> None:
-        """What a compiled program calls waits for everything, from now on in the step."""
+        """Wait for everything if a compiled program calls the model; from now on within the optimizer's step."""
         if is_in_compiled_code():
             self._compiled = True
             self.wait_for_weights()
@@ -242,12 +245,12 @@ class LateStep(ShardedStep):
             self.wait_for(gather.index)
 
     def wait_for_weights(self) -> None:
-        """Return when all ranks' weights are here. Raises CommunicationError."""
+        """Block until all ranks' weights are here. Raises CommunicationError."""
         for gather in self._gathers:
             self.wait_for(gather.index)
 
     def wait_for(self, gather: int) -> None:
-        """See `runtime.sharded.awaited.Awaiting`. Any thread may call this."""
+        """See `runtime.sharded.awaited.GatherWaiter`. Any thread may call this."""
         with self._lock:
             here = self._gathers[gather]
             if not here.awaited:
@@ -270,7 +273,7 @@ class LateStep(ShardedStep):
     # The end, and what a report says.
 
     def end(self) -> None:
-        """See `ShardedStep.end`. Weights that have not come become NaN, so that nobody goes on with old ones."""
+        """See `ShardedStep.end`. Weights that have not come become NaN, so that no script continues with old ones."""
         self._at_exit.cancel()
         try:
             self.wait_for_weights()
@@ -291,7 +294,7 @@ class LateStep(ShardedStep):
                     part.whole.fill_(math.nan)
 
     def report(self, predicted_gather_us: float | None) -> StepReport | None:
-        """See `ShardedStep.report`."""
+        """Return the times of the last steps; see `ShardedStep.report`."""
         between = self._clock.between_us
         steps = [marks for marks in self._late_marks if all(one.end is not None for one in marks.sent)]
         if not steps:
@@ -312,7 +315,7 @@ class LateStep(ShardedStep):
 
 
 _running: weakref.WeakKeyDictionary[Communicator, torch.device] = weakref.WeakKeyDictionary()
-"""Those that gather, also of models that are gone."""
+"""Communicators that gather, also of models that are gone."""
 
 
 _steps: weakref.WeakSet[LateStep] = weakref.WeakSet()
@@ -328,7 +331,7 @@ os.register_at_fork(before=_before_fork)
 
 
 def _finish(communicator: weakref.ref[Communicator], device: torch.device) -> None:
-    """At the end of a script let other ranks have what they may still wait for, unless an exception ends it."""
+    """Complete, at the end of a script, gathers that other ranks may wait for, unless an exception ends it."""
     here, error = communicator(), sys.exc_info()[1] or getattr(sys, "last_exc", None)
     if here is None or not (error is None or isinstance(error, SystemExit)):
         return

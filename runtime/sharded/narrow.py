@@ -1,11 +1,11 @@
-"""What ranks that share the optimizer's step send in fewer bytes, and what they carry from step to step for that.
+"""Gradients that are reduce-scattered in fewer bytes for the sharded optimizer step, and their residuals.
 
     bucket complete   ─▶ residual + gradient is encoded, each owner's part into one row of bytes
     rows have come    ─▶ the owner adds them up in a wider dtype, in order of rank; the sum is not encoded again
     behind the last   ─▶ ranks tell each other whether the sums that they own are finite, so that the step counts for
                          all residuals or for none, on all ranks alike
 
-Each rank keeps one residual, of what it sends: this is the first shot of `runtime.sparse.compressed.TwoShots` alone.
+Each rank keeps one residual, of what it sends: this is the first shot of `runtime.sparse.narrowing.TwoShots` alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from runtime.core.buckets import BucketBuffer
 from runtime.core.usage import GatheredUsage
 from runtime.sharded.part import OwnPart
 from runtime.sparse.compressed import BucketResidual, NoResidual, all_finite
-from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.narrowing import NarrowEncoder
 from runtime.sparse.residuals import ErrorFeedbackState
-from runtime.sparse.samples import Rounding
 
 
 class NarrowPart(OwnPart):
@@ -33,28 +32,28 @@ class NarrowPart(OwnPart):
     def __init__(
         self, bucket: BucketBuffer, rank: int, ranks: int, compressor: WireCompressor, *, rounded: bool = False
     ) -> None:
-        """The bucket's gradients have one dtype, and lie in as many parts as there are ranks, as long as rows are."""
+        """Encode a bucket whose gradients have one dtype, and lie in as many parts as there are ranks, as long as rows
+        are.
+        """
         super().__init__(bucket.messages[0], rank, ranks, rounded=rounded)
         self.feedback = BucketResidual(bucket) if compressor.error_feedback else NoResidual(bucket)
         self._compressor, self._cut = compressor, compressor.cut(self.numel, ranks, self.feedback.dtype)
-        device = self.feedback.device
-        self._rows = torch.zeros(ranks, self._cut.row_bytes, dtype=torch.uint8, device=device)
-        """What is sent: row r goes to rank r."""
-        self.watched, self.packed, self.k = Rounding(bucket, feedback=compressor.error_feedback), self, self.numel
+        self._encoder = NarrowEncoder(self.feedback, compressor, self._cut, rank)
+        self._rows = torch.zeros(ranks, self._cut.row_bytes, dtype=torch.uint8, device=self.feedback.device)
+        """Encoded gradients: row r goes to rank r."""
+        self.watched, self.k = self._encoder.watched(self.numel), self.numel
 
     @property
     def received_bytes(self) -> int:
         return max(self._rows.nbytes, self.narrow_weights_bytes)
 
     def pack(self, step: int) -> None:
-        feedback, gradient = self.feedback, self.message.flat[: self.numel]
-        self.watched.keep(gradient, feedback.unsent, step)
-        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, gradient.dtype))
-        seed = seed_of(f"sent\n{self.rank}\n{self.message.slots[0].name}", step)
-        self._compressor.compress(gradient, old, new, self._rows, self._cut, seed, swapped=swapped)
+        gradient = self.message.flat[: self.numel]
+        self.watched.keep(gradient, self.feedback.unsent, step)
+        self._encoder.encode_rows(gradient, self._rows, step)
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `OwnPart.phases`."""
+        """Reduce-scatter encoded gradients; see `OwnPart.phases`."""
         received = self.scratch[: self._rows.nbytes].view_as(self._rows)
         yield from all_to_all(received.view(-1), self._rows.view(-1), group)
         start = min(self.numel, self.own.start)
@@ -74,8 +73,8 @@ class NarrowPart(OwnPart):
 
 
 class CarriedUsage(GatheredUsage):
-    """While ranks carry something from step to step they also say, of the parts that each of them owns, for which
-    gradients that they did not use something came, and whether all that came is finite.
+    """Usage flags that also report, while residuals are carried, for which unused gradients a residual was summed in
+    the parts that a rank owns, and whether these parts are finite.
     """
 
     CAME, NOT_FINITE = 2, 2

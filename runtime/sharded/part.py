@@ -1,4 +1,4 @@
-"""One rank's part of a message whose ranks share the optimizer's step: of its averaged gradients, and of its weights.
+"""One rank's part of a message in the sharded optimizer step: of its averaged gradients, and of its weights.
 
 All ranks compute with the same weights, which lie in `whole`. What the optimizer updates is this rank's part of it; or,
 where weights are gathered in bfloat16, a float32 copy of that part, the master weights, of which everybody, its owner
@@ -32,28 +32,29 @@ class OwnPart(Part):
         super().__init__(message, rank, ranks, message.flat.numel() // ranks)
         self.own = slice(rank * self.share, (rank + 1) * self.share)
         self.whole = torch.zeros_like(message.flat)
-        """All weights, where parameters lie while ranks share the step. Shape (ranks · share,)."""
+        """All weights, where parameters lie during the sharded mode. Shape (ranks · share,)."""
         rounded = rounded and self.whole.dtype == MASTER
         self.master = torch.zeros_like(self.whole[self.own]) if rounded else None
         """This rank's weights before they are rounded. Shape (share,)."""
         nothing = {slot.index: (0, slice(0, 0)) for slot in message.slots if not slot.parameter.numel()}
         self.places = {slot.index: (start, place) for slot, start, place in self.cuts()} | nothing
-        """By place in the plan, gradients of which this rank has a part: the first of its elements in memory order, and
-        where they are in `total`. Every rank has those without elements."""
+        """Gradients of which this rank has a part, by place in the plan: the first of its elements in memory order, and
+        where they are in `total`. Every rank has those without elements.
+        """
 
     @property
     def weights(self) -> Tensor:
-        """This rank's, which the optimizer updates. Shape (share,)."""
+        """Weights of this rank, which the optimizer updates. Shape (share,)."""
         return self.whole[self.own] if self.master is None else self.master
 
     @property
     def total(self) -> Tensor:
-        """This rank's part of the averaged gradients. Shape (share,)."""
+        """Part of this rank of the averaged gradients. Shape (share,)."""
         return self.message.flat[self.own]
 
     @property
     def narrow_weights_bytes(self) -> int:
-        """What gathering rounded weights needs of `scratch`."""
+        """Bytes of `scratch` that gathering rounded weights needs."""
         return 0 if self.master is None else self.ranks * self.sent_weights_bytes
 
     @property
@@ -79,7 +80,7 @@ class OwnPart(Part):
 
     @property
     def sent_weights_bytes(self) -> int:
-        """Of what this rank sends of its weights."""
+        """Bytes that this rank sends of its weights."""
         return self.share * (self.whole.dtype if self.master is None else ROUNDED).itemsize
 
     def sent_weights(self) -> Tensor:
@@ -107,7 +108,7 @@ class OwnPart(Part):
             self.whole[self.own] = self.master.to(ROUNDED)
 
     def collect_changes(self) -> None:
-        """Where a weight is not what its master rounds to, a script has changed it: then it counts."""
+        """Take over weights that are not what their masters round to: a script has changed them."""
         if self.master is not None:
             shown = self.whole[self.own]
             torch.where(shown == self.master.to(ROUNDED), self.master, shown, out=self.master)

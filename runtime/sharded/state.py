@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,9 @@ Values = Mapping[str, Any]
 """The state of one parameter, or of a piece of one."""
 
 Masters = Mapping[str, Values]
-"""By parameter, what a rank has of its master weights: `start`, its first element in memory order, `weights` (1-D,
-float32) and the parameter's `stride`."""
-
-
-def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
-    """Return the state of the elements in `place`, in memory order, of a parameter's."""
-    return {key: cut_value(value, slot, place) for key, value in whole.items()}
+"""A rank's part of master weights, by parameter: `start`, its first element in memory order, `weights` (1-D, float32)
+and the parameter's `stride`.
+"""
 
 
 def cut_value(value: Any, slot: Slot, place: slice) -> Any:
@@ -43,7 +39,7 @@ def cut_value(value: Any, slot: Slot, place: slice) -> Any:
 
 
 def is_by_element(value: Any, length: int) -> bool:
-    """Tell whether an entry of the state of a piece, of so many elements, is by element."""
+    """Return whether an entry of the state of a piece of `length` elements is by element."""
     return isinstance(value, Tensor) and value.shape == (length,)
 
 
@@ -56,60 +52,52 @@ def gathered_state(
     """
     lengths = {index: place.stop - place.start for part in parts for index, (_, place) in part.places.items()}
     forms = {
-        index: {key: _form(value, lengths[index]) for key, value in values.items()} for index, values in mine.items()
+        index: {key: _Form.of(value, lengths[index]) for key, value in values.items()} for index, values in mine.items()
     }
-    known: dict[int, dict[str, Any]] = {}
+    known: dict[int, dict[str, _Form]] = {}
     for of_rank in world.gather(forms, "gathering the form of the optimizer's state"):
         for index, keys in of_rank.items():
             known.setdefault(index, {}).update(keys)
     found: dict[int, dict[str, Any]] = {index: {} for index in known}
     for part in parts:
         indices = [slot.index for slot in part.message.slots if slot.index in known]
-        kinds = dict.fromkeys((key, form) for index in indices for key, form in known[index].items())
-        for key, form in kinds:
-            if not isinstance(form, torch.dtype):
+        kinds = dict.fromkeys((key, form.dtype) for index in indices for key, form in known[index].items())
+        for key, dtype in kinds:
+            if dtype is None:
                 continue
-            views = _gathered(part, key, form, mine, world)
-            for index in (index for index in indices if known[index].get(key) == form):
+            views = _gathered(part, key, dtype, mine, world)
+            for index in (index for index in indices if key in known[index] and known[index][key].dtype == dtype):
                 found[index][key] = views[index].to(device or views[index].device, copy=True)
-    for index, keys in known.items():
-        ordered = {key: found[index].get(key, form) for key, form in keys.items()}
-        found[index] = {key: _value(value, device) for key, value in ordered.items()}
-    return found
+    return {
+        index: {key: found[index].get(key, form.value_on(device)) for key, form in keys.items()}
+        for index, keys in known.items()
+    }
 
 
-def _form(value: Any, length: int) -> Any:
-    """Return the dtype of what is by element (of pieces: as long as they are); else a value, as it is on the host."""
-    if isinstance(value, Tensor):
-        return value.dtype if is_by_element(value, length) else _OnDevice(value.detach().cpu(), value.device.type)
-    return _Plain(value)
+class _Form(NamedTuple):
+    """An entry of the state as ranks exchange it: a dtype, if the entry is by element, else its value on the host."""
 
+    dtype: torch.dtype | None
+    value: Any = None
+    device: str | None = None
+    """Kind of device that a tensor for a whole parameter was on."""
 
-class _Plain:
-    """A value that is no tensor; equal to none, so that each counts."""
+    @classmethod
+    def of(cls, value: Any, length: int) -> _Form:
+        """Return the form of an entry of a piece of `length` elements."""
+        if is_by_element(value, length):
+            return cls(value.dtype)
+        return cls(None, value.detach().cpu(), value.device.type) if isinstance(value, Tensor) else cls(None, value)
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _OnDevice(_Plain):
-    """A tensor for a whole parameter, on the host, with the kind of device that it was on."""
-
-    def __init__(self, value: Tensor, kind: str) -> None:
-        super().__init__(value)
-        self.kind = kind
-
-
-def _value(form: Any, device: torch.device | None) -> Any:
-    if isinstance(form, _OnDevice):
-        return form.value.to(device or form.kind)
-    return form.value if isinstance(form, _Plain) else form
+    def value_on(self, device: torch.device | None) -> Any:
+        """Return the value; a tensor on the device, None: on the kind of device that it was on."""
+        return self.value if self.device is None else self.value.to(device or self.device)
 
 
 def _gathered(
     part: OwnPart, key: str, dtype: torch.dtype, mine: Mapping[int, Values], world: World
 ) -> dict[int, Tensor]:
-    """One entry of the state of all parameters of a message, zero where there is none; views of one vector."""
+    """Gather one entry of the state of all parameters of a message, zero if there is none; views of one vector."""
     own = torch.zeros(part.share, dtype=dtype, device=part.whole.device)
     for index, (_, place) in part.places.items():
         value = mine.get(index, {}).get(key)

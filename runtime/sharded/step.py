@@ -8,7 +8,7 @@ between steps       groups, schedulers and hooks on the step see parameters; the
                     is cut in the next step; `whole_optimizer_state` puts the whole together
 
 Where the plan gathers weights in bfloat16, all ranks, the owner too, see and compute with rounded weights as long as
-they share the step, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
+the step is sharded, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
 checkpoint has it in the session's state, `global_weights` shows all of them, and the end leaves them whole on all
 ranks (after an error, the rounded ones). What a script changes of the rounded weights counts from the next step on.
 """
@@ -55,15 +55,15 @@ class ShardedStep(StepHooks):
         self._slots = {id(slot.parameter): slot for slot in exchange.slots}
         pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
         self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
-        """Of each parameter of which this rank has a part: that part of the weights."""
-        self._homes = [Home(part) for part in exchange.parts]
-        for home in self._homes:
-            home.part.begin_master()
-            home.hand_out()
+        """Parts of the weights, of each parameter of which this rank has one."""
+        self._storages = [ParamStorage(part) for part in exchange.parts]
+        for storage in self._storages:
+            storage.part.begin_master()
+            storage.copy_to_params()
         self._groups: list[list[nn.Parameter]] | None = None
         """The parameters of the optimizer's groups, while pieces stand in for them."""
         self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
-        """Of each step: before its first all-gather, and after that of each bucket."""
+        """Marks of each step: before its first all-gather, and after that of each bucket."""
         self._gathering = False
         self._own_state: defaultdict[Any, Any] = defaultdict(dict)
         """The optimizer's, by piece."""
@@ -136,9 +136,9 @@ class ShardedStep(StepHooks):
         groups = self._optimizer.param_groups
         self._groups = [group["params"] for group in groups]
         for group, parameters in zip(groups, self._groups, strict=True):
-            group["params"] = [one for parameter in parameters for one in self._stand_ins(parameter)]
+            group["params"] = [one for parameter in parameters for one in self._optimizer_params(parameter)]
 
-    def _stand_ins(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def _optimizer_params(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """Return what the optimizer updates in place of a parameter; itself, where the plan does not know it."""
         key = id(parameter)
         if key not in self._slots:
@@ -173,42 +173,42 @@ class ShardedStep(StepHooks):
             for part in parts:
                 part.gather_weights(self._world, doing)
             marks.append(self._clock.mark())
-        self._hand_out()
+        self._copy_to_params()
         self._marks.append(marks)
 
-    def _hand_out(self) -> None:
-        """Let parameters be what the buffers have become."""
-        for home in self._homes:
-            home.hand_out()
+    def _copy_to_params(self) -> None:
+        """Copy the buffers to parameters that lie elsewhere."""
+        for storage in self._storages:
+            storage.copy_to_params()
 
     @torch.no_grad()
     def _give_up(self) -> None:
-        """In the middle of a step parameters stand in the groups again, with what it has made of this rank's part."""
+        """End a step in the middle: groups have their parameters again, with this rank's part as it is."""
         began = self._groups is not None
         self._swap_back()
-        for home in self._homes if began else ():
-            home.part.round_own()
-            home.hand_out()
+        for storage in self._storages if began else ():
+            storage.part.round_own()
+            storage.copy_to_params()
 
     def _collect_weights(self) -> None:
         """Copy weights to the buffers, wherever a script has put them, and what it has changed of rounded ones to their
         masters. Raises InputError for other tensors.
         """
-        astray = [home for home in self._homes if home.astray]
-        if astray:
+        relocated = [storage for storage in self._storages if storage.is_relocated]
+        if relocated:
             parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
             if (problem := find_shared_memory(parameters)) is not None:
                 raise InputError(problem)
-        for home in astray:
-            if home.collect():
-                for slot, piece in _pieces_of(home.part):
+        for storage in relocated:
+            if storage.collect():
+                for slot, piece in _pieces_of(storage.part):
                     self._pieces[id(slot.parameter)].data = piece
         for part in self._exchange.parts:
             part.collect_changes()
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, parameters are all ranks' master weights, where there are any; all ranks call this. What a script
+        """Let parameters be all ranks' master weights inside, if there are any; all ranks call this. What a script
         changes inside is lost.
         """
         self.wait_for_weights()
@@ -225,17 +225,17 @@ class ShardedStep(StepHooks):
             with torch.no_grad():
                 for part, whole in zip(self._exchange.parts, kept, strict=True):
                     part.whole.copy_(whole)
-                self._hand_out()
+                self._copy_to_params()
 
     @property
     def _rounds(self) -> bool:
-        """Whether any weights are gathered in fewer bits than they are kept in."""
+        """True if any weights are gathered in fewer bits than they are kept in."""
         return any(part.master is not None for part in self._exchange.parts)
 
     def _gather_masters(self) -> None:
         for part in self._exchange.parts:
             part.gather_master(self._world)
-        self._hand_out()
+        self._copy_to_params()
 
     # Master weights in checkpoints.
 
@@ -277,7 +277,7 @@ class ShardedStep(StepHooks):
 
     @contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
-        """Inside, the optimizer has the state of all ranks, on the host, in the order of its parameters; all ranks must
+        """Give the optimizer the state of all ranks inside, on the host, in the order of its parameters; all ranks must
         call this.
         """
         self._swap_back()
@@ -306,7 +306,7 @@ class ShardedStep(StepHooks):
         """
         self._swap_back()
         self._handle.remove()
-        if vars(self._optimizer).get("step") is self._guarded:  # where somebody has wrapped it since, it does nothing
+        if vars(self._optimizer).get("step") is self._guarded:  # if a script has wrapped it since, it does nothing
             if self._step_before is None:
                 del self._optimizer.step
             else:
@@ -329,8 +329,8 @@ class ShardedStep(StepHooks):
 
     @torch.no_grad()
     def _leave(self, gradients: Mapping[int, Tensor]) -> None:
-        for home in self._homes:
-            home.leave()
+        for storage in self._storages:
+            storage.leave()
         for slot in self._exchange.slots:
             if isinstance(slot.parameter.grad, ShardedGradient):
                 gradient = gradients.get(slot.index)  # a script may have converted the parameter
@@ -354,7 +354,7 @@ class ShardedStep(StepHooks):
 
 
 def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
+    """Return why the step of parameters cannot be sharded of which two lie in the same memory, or None."""
     places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
     for (start, name), (following, other) in pairwise(places):
         tensor = parameters[name]
@@ -393,12 +393,12 @@ def _uses_of_one() -> int:
 
 
 _ALONE = _uses_of_one()
-"""What `storage_uses` says of memory that one tensor looks at."""
+"""Result of `storage_uses` for memory that one tensor looks at."""
 
 
-class Home:
-    """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them. Each has a
-    storage of its own, also in the buffer.
+class ParamStorage:
+    """The memory of the parameters of one message: the buffer of all weights, or where a script has put them. Each has
+    a storage of its own, also in the buffer.
 
     `parameter.data = …` gives a parameter other memory, and the place that it leaves may be another parameter's from
     then on (`a.data, b.data = b.data, a.data`) or a tensor of the script's (an EMA that has changed places with it). So
@@ -408,7 +408,7 @@ class Home:
 
     @torch.no_grad()
     def __init__(self, part: OwnPart) -> None:
-        """Move parameters to the buffer, but for those that somebody else looks at; their values stay."""
+        """Move parameters to the buffer, but for those whose memory a script looks at; their values stay."""
         self.part, self._apart = part, False
         self._lay_out()
         for slot, view in self._views:
@@ -429,17 +429,17 @@ class Home:
 
     @property
     def apart(self) -> bool:
-        """Whether weights are copied to where parameters lie when all ranks' have come."""
+        """True if weights are copied to where parameters lie when all ranks' are there."""
         return self._apart
 
     @property
-    def astray(self) -> bool:
-        """Whether parameters lie elsewhere than in the buffer."""
+    def is_relocated(self) -> bool:
+        """True if parameters lie elsewhere than in the buffer."""
         return self._apart or [slot.parameter.data_ptr() for slot, _ in self._views] != self._addresses
 
     @torch.no_grad()
     def collect(self) -> bool:
-        """Copy parameters that are astray to the buffer; return whether that is another one than before."""
+        """Copy parameters that lie elsewhere to the buffer; return whether that is another one than before."""
         for slot, view in self._views:
             _check_form(slot, view)
         before, self._apart = self._apart, True
@@ -450,7 +450,7 @@ class Home:
         return not before
 
     @torch.no_grad()
-    def hand_out(self) -> None:
+    def copy_to_params(self) -> None:
         if self._apart:
             torch._foreach_copy_([slot.parameter for slot, _ in self._views], [view for _, view in self._views])
 

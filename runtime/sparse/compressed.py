@@ -20,15 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.direct import Narrowed, Packed
-from runtime.comm.collectives.phases import share_of
-from runtime.core.buckets import BucketBuffer, Message, view_of
-from runtime.kernels import unpack_
+from runtime.core.buckets import BucketBuffer, view_of
 from runtime.plan.names import layer_of, numbered
-from runtime.sparse.compressors.magnitudes import seed_of
-from runtime.sparse.compressors.sparse import SparseCompressor, has_kernels, unpacks
-from runtime.sparse.compressors.wire import WireCompressor
-from runtime.sparse.samples import Rounding, Selecting, Watched
+from runtime.sparse.compressors.sparse import has_kernels
+from runtime.sparse.compressors.wire import NO_RESIDUAL, StepResidual
+from runtime.sparse.samples import Rounding, Selecting
 
 
 def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -51,10 +47,10 @@ def all_finite(flat: Tensor) -> Tensor:
 
 
 class ResidualBuffers:
-    """A residual and the one after the step on its way: two buffers that change places. Shapes (elements,).
+    """A residual and the next one: two buffers that change places. Shapes (elements,).
 
     On a device the host does not know whether a step counts. So there the device keeps which buffer is which, kernels
-    look it up, and nothing is copied until somebody else asks for the residual.
+    look it up, and nothing is copied until the host asks for the residual.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, *, on_device: bool) -> None:
@@ -67,7 +63,7 @@ class ResidualBuffers:
 
     @property
     def residual(self) -> Tensor:
-        """What has not been sent yet; of a step under way on the device, a copy of what it was before."""
+        """Part of the gradients that has not been sent yet; during a step on the device, a copy from before it."""
         if self._swapped is None:
             return self._first
         swapped = self._swapped.bool()
@@ -79,7 +75,7 @@ class ResidualBuffers:
 
     @property
     def following(self) -> Tensor:
-        """Where the next residual is written, once `residual` has been asked for."""
+        """Memory of the next residual, once `residual` has been asked for."""
         return self._second
 
     def for_kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -108,8 +104,11 @@ class ResidualBuffers:
 class BucketResidual:
     """A bucket's gradients as one vector, and their residual. Vectors have the shape (elements of the bucket,)."""
 
+    pending: Tensor | None = None
+    """Residuals of other ranks' shards, sent with the next gradients. Shape (elements of the bucket,)."""
+
     def __init__(self, bucket: BucketBuffer, elements: int | None = None) -> None:
-        """`elements`: of the residual, where it is not one for each of the bucket's."""
+        """Make a residual of zeros; `elements`: its number of elements, by default one for each of the bucket's."""
         self.bucket = bucket
         wide = any(message.flat.dtype == torch.float64 for message in bucket.messages)
         self.dtype = torch.float64 if wide else torch.float32
@@ -120,12 +119,12 @@ class BucketResidual:
 
     @property
     def residual(self) -> Tensor:
-        """What of this rank's gradients has not been sent yet."""
+        """Part of this rank's gradients that has not been sent yet."""
         return self.buffers.residual
 
     @property
     def following(self) -> Tensor:
-        """The residual after the step that is on its way, where no kernel writes it."""
+        """Residual after the present step, if no kernel writes it."""
         return self.buffers.following
 
     def gradient(self) -> Tensor:
@@ -166,11 +165,10 @@ class BucketResidual:
             return torch.isfinite(messages[0].flat[places]).all()
         return torch.stack([all_finite(message.flat) for message in messages]).all()
 
-    def of_step(self, by_kernels: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the residual, the following one and, where kernels write it, whether they have changed places; None of
-        a bucket without.
-        """
-        return (self.buffers.for_kernels() if by_kernels else None) or (self.residual, self.following, None)
+    def of_step(self, *, by_kernels: bool) -> StepResidual:
+        """Return what an encoder reads and writes in this step."""
+        kernels = self.buffers.for_kernels() if by_kernels else None
+        return StepResidual(*kernels) if kernels is not None else StepResidual(self.residual, self.following)
 
     def commit(self, finite: Tensor) -> None:
         """Count what was sent as sent if `finite` (0-d) is true; else the residual stays what it was."""
@@ -207,90 +205,14 @@ class BucketResidual:
         return parts
 
 
-class CompressedBucket(Protocol):
-    """A bucket of which less is sent: one class for each way."""
-
-    packed: Any
-    k: int
-    """How many elements are sent."""
-
-    @property
-    def feedback(self) -> BucketResidual: ...
-
-    @property
-    def watched(self) -> Watched | None:
-        """What answers when the bucket is sampled; None: it does no harm that is known."""
-        ...
-
-    def pack(self, step: int) -> None:
-        """Fill the message: all gradients of the bucket are there."""
-        ...
-
-    def unpack(self) -> Tensor:
-        """Turn the gradients into the sum of all ranks' messages. Returns whether all of it is finite (0-d)."""
-        ...
-
-
-class SelectedBucket:
-    """A `CompressedBucket` of `topk` or `randomk`: values and indices, gathered and added up by every rank."""
-
-    def __init__(self, feedback: BucketResidual, compressor: SparseCompressor, ranks: int, tail: Tensor | None) -> None:
-        """`tail` (float32) becomes its sum over ranks."""
-        self.feedback, self._compressor, self._ranks, self._tail = feedback, compressor, ranks, tail
-        self.k = compressor.k
-        self.watched = Selecting(feedback.bucket, self.k, feedback.summed) if compressor.by_magnitude else None
-        self._words = self.k * (feedback.dtype.itemsize // 4)
-        words = self._words + self.k + (0 if tail is None else tail.numel())
-        flat = torch.zeros(words, dtype=torch.int32, device=feedback.device)
-        self.packed = Packed(flat, flat.new_zeros(ranks * words), self._words)
-        feedback.bucket.payload.messages = [self.packed]
-
-    def pack(self, step: int) -> None:
-        feedback, flat, gradient = self.feedback, self.packed.flat, self.feedback.gradient()
-        end = self._words + self.k
-        values, indices = flat[: self._words].view(feedback.dtype), flat[self._words : end]
-        by_kernel = self._compressor.selects_on(feedback.device, feedback.dtype, gradient.dtype)
-        buffers = feedback.buffers.for_kernels() if by_kernel else None
-        if buffers is not None:
-            self._compressor.select_on_device(gradient, buffers, (values, indices), step)
-        else:
-            found = self._compressor.compress(gradient, feedback.residual, feedback.following, step)
-            values.copy_(found[0]), indices.copy_(found[1])
-        if not self._compressor.by_magnitude and self.k:
-            # Not finite where any element is not: all ranks must see it.
-            values[0] += 0.0 * feedback.following.sum(dtype=torch.float64)
-        if self._tail is not None:
-            flat[end:] = self._tail.view(torch.int32)
-
-    def unpack(self) -> Tensor:
-        words, end = self._words, self._words + self.k
-        ranks = self.packed.gathered.view(self._ranks, -1)
-        self.feedback.give(self._add_up(ranks[:, :words], ranks[:, words:end]))
-        if self._tail is not None:
-            self._tail.copy_(ranks[:, end:].contiguous().view(torch.float32).sum(dim=0))
-        return self.feedback.finite(ranks[:, words:end].reshape(-1))
-
-    def _add_up(self, words: Tensor, indices: Tensor) -> Tensor:
-        # In order of ranks: it is the same everywhere.
-        dtype, sums = self.feedback.dtype, self.feedback.room()
-        if dtype == torch.float32 and unpacks(words.view(dtype), self.feedback.following):
-            unpack_(sums, words.view(dtype), indices)
-            return sums
-        sums.zero_()
-        values = words.contiguous().view(dtype) if self.k else words  # of no elements torch makes no float64
-        for rank in range(self._ranks if self.k else 0):
-            sums.index_add_(0, indices[rank], values[rank])
-        return sums
-
-
 class NoResidual(BucketResidual):
-    """Of a bucket without error feedback: what rounding loses is lost."""
+    """Gradients of a bucket without error feedback: rounding errors are lost."""
 
     def __init__(self, bucket: BucketBuffer) -> None:
         super().__init__(bucket, 0)
 
-    def of_step(self, by_kernels: bool) -> tuple[None, None, None]:
-        return None, None, None
+    def of_step(self, *, by_kernels: bool) -> StepResidual:
+        return NO_RESIDUAL
 
     def residuals(self) -> dict[str, Tensor]:
         return {}
@@ -301,112 +223,68 @@ class NoResidual(BucketResidual):
         return self.residual.new_zeros(()).expand(sum(self.sizes))
 
 
-class TwoShots:
-    """A vector that some ranks add up in fewer bytes: each sends every other one its part; every rank adds up the part
-    that it owns, in a wider dtype, and sends the sum, encoded again, to all.
+class Encoding(Protocol):
+    """A codec's way to sum a vector over ranks, with a tail of small integers behind it; one class for each codec."""
 
-    What either encoding loses stays in the residual, where there is one: what the second one does, in the owner's.
-    """
+    message: Any
+    """Message of the collective that sums it."""
+    k: int
+    """Number of elements that are sent."""
 
-    def __init__(
-        self, feedback: BucketResidual, compressor: WireCompressor, elements: int, ranks: int, owner: int,
-        tail_elements: int, *, seed: int,
-    ) -> None:  # fmt: skip
-        """`elements`: of the vector, for each of which `feedback` has a residual; this rank owns part number `owner`.
-        `tail_elements` (float32) are sent as they are. `seed`: another one on each rank, for stochastic rounding.
-        """
-        self._feedback, self._compressor = feedback, compressor
-        self._cut = compressor.cut(elements, ranks, feedback.dtype, share_of(tail_elements, ranks))
-        self._mine = slice(*(min(elements, place * self._cut.share) for place in (owner, owner + 1)))
-        """Of the vector."""
-        self.message = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
-        self._place, self._step = f"{seed}\n{feedback.bucket.slots[0].name}", 0
+    def watched(self, k: int) -> Selecting | Rounding | None:
+        """Return what the guard samples of a bucket that sends `k` elements; None: it does no known harm."""
+        ...
 
     def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
-        """Fill the message with residual + vector, and the tail behind it; both 1-D."""
-        feedback, rows, self._step = self._feedback, self.message.rows, step
-        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, vector.dtype))
-        seed = seed_of(f"sent\n{self._place}", step)
-        self._compressor.compress(vector, old, new, rows, self._cut, seed, swapped=swapped)
-        if tail is not None:
-            tails = tail.new_zeros(len(rows) * self._cut.tail)
-            tails[: tail.numel()] = tail
-            self._cut.tails(rows).copy_(tails.view(len(rows), -1))
+        """Fill the message with residual + `vector` and with the tail; both 1-D."""
+        ...
 
-    def _narrow(self, received: Tensor, own: Tensor) -> None:
-        feedback, part = self._feedback, self._mine
-        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut))
-        if old is not None and new is not None:
-            old, new = old[part], new[part]
-        seed = seed_of(f"summed\n{self._place}", self._step)
-        self._compressor.combine(received, own, old, new, self._cut, part.stop - part.start, seed, swapped=swapped)
-        if self._cut.tail:
-            self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
+    def decode(self, sums: Tensor, tail: Tensor | None) -> Tensor | None:
+        """Fill `sums` and the tail (1-D) from the reduced message.
 
-    def decode(self, sums: Tensor, tail: Tensor | None) -> None:
-        """Fill `sums` and `tail` (1-D) with the sums over ranks: the message has come."""
-        self._compressor.decode(self.message.gathered, sums, self._cut)
-        if tail is not None:
-            tail.copy_(self._cut.tails(self.message.gathered).reshape(-1)[: tail.numel()])
+        Returns:
+            The places (1-D) outside of which all sums are 0; None: there may be others everywhere.
+        """
+        ...
 
 
-class NarrowedBucket:
-    """A `CompressedBucket` of `wire`: all elements in fewer bytes, added up in a wider dtype (`TwoShots`)."""
+class CompressedBucket:
+    """A bucket of which less is sent: its residual and the encoding of residual + gradients."""
 
-    def __init__(
-        self, feedback: BucketResidual, compressor: WireCompressor, ranks: int, rank: int, tail: Tensor | None
-    ) -> None:
-        """`tail` (float32) is sent as it is behind the elements and becomes its sum over ranks."""
-        self.feedback, self._tail, self.k = feedback, tail, sum(feedback.sizes)
-        self.watched = Rounding(feedback.bucket, feedback=compressor.error_feedback)
-        tail_elements = 0 if tail is None else tail.numel()
-        self._shots = TwoShots(feedback, compressor, self.k, ranks, rank, tail_elements, seed=rank)
-        self.packed = self._shots.message
-        feedback.bucket.payload.messages = [self.packed]
+    def __init__(self, feedback: BucketResidual, encoding: Encoding, tail: Tensor | None, k: int | None = None) -> None:
+        """Put the encoding's message in place of the bucket's own.
+
+        Args:
+            feedback: the bucket's gradients and residual.
+            encoding: how they are sent.
+            tail: 1-D, small integers; becomes its sum over ranks. None: nothing is sent behind the gradients.
+            k: number of elements that are sent of the bucket; default: those of the encoding.
+        """
+        self.feedback, self.encoding, self.tail = feedback, encoding, tail
+        self.k = encoding.k if k is None else k
+        self.watched = encoding.watched(self.k)
+        self.send(encoding.message)
+
+    def send(self, message: Any) -> None:
+        """Send this message in place of the bucket's own."""
+        self.packed = message
+        self.feedback.bucket.payload.messages = [message]
 
     def pack(self, step: int) -> None:
+        """Fill the message: all gradients of the bucket are there."""
         gradient = self.feedback.gradient()
-        self.watched.keep(gradient, self.feedback.unsent, step)
-        self._shots.encode(gradient, self._tail, step)
+        if self.watched is not None:
+            self.watched.keep(gradient, self.feedback.unsent, step)
+        self.encoding.encode(gradient, self.tail, step)
 
     def unpack(self) -> Tensor:
+        """Turn the gradients into the sum of all ranks' messages; return whether all of it is finite (0-d)."""
         sums = self.feedback.room()
-        self._shots.decode(sums, self._tail)
-        self.watched.arrived(sums)
+        return self.take(sums, self.encoding.decode(sums, self.tail))
+
+    def take(self, sums: Tensor, places: Tensor | None = None) -> Tensor:
+        """Make `sums` (1-D) the gradients; return whether they are finite (0-d), of which only `places` may not be."""
+        if self.watched is not None:
+            self.watched.arrived(sums)
         self.feedback.give(sums)
-        return self.feedback.finite()
-
-
-class NativeBucket:
-    """A `CompressedBucket` of `wire` that the backend adds up in the wire's dtype: what its sums lose, nobody keeps."""
-
-    def __init__(self, feedback: BucketResidual, compressor: WireCompressor, rank: int, tail: Tensor | None) -> None:
-        """`tail` (in the wire's dtype, small integers) is sent behind the elements and becomes its sum over ranks."""
-        self.feedback, self._compressor, self._tail = feedback, compressor, tail
-        self.k, self._rank = sum(feedback.sizes), rank
-        self.watched = Rounding(feedback.bucket, feedback=compressor.error_feedback)
-        flags = 0 if tail is None else tail.numel()
-        self._cut = compressor.cut(self.k, 1, feedback.dtype)
-        flat = torch.zeros(self.k + flags, dtype=compressor.dtype, device=feedback.device)
-        self.packed = Message(flat, [])
-        feedback.bucket.payload.messages = [self.packed]
-
-    def pack(self, step: int) -> None:
-        feedback, flat = self.feedback, self.packed.flat
-        gradient = feedback.gradient()
-        self.watched.keep(gradient, feedback.unsent, step)
-        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, gradient.dtype))
-        seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
-        if self.k:
-            rows = flat.view(torch.uint8)[None]
-            self._compressor.compress(gradient, old, new, rows, self._cut, seed, swapped=swapped)
-        if self._tail is not None:
-            flat[self.k :] = self._tail
-
-    def unpack(self) -> Tensor:
-        sums = self.feedback.room().copy_(self.packed.flat[: self.k])
-        self.watched.arrived(sums)
-        self.feedback.give(sums.add_(0.0))  # −0 becomes 0, as where elements are selected
-        if self._tail is not None:
-            self._tail.copy_(self.packed.flat[self.k :])
-        return self.feedback.finite()
+        return self.feedback.finite(places)

@@ -1,6 +1,6 @@
 """Whether compressed buckets do no harm, sampled while training.
 
-Now and then, one bucket after the other, ranks look together at what a bucket has left behind; what they look at, and
+Now and then, one bucket after the other, ranks look together at what a bucket has not sent; what they look at, and
 what is too much, is the bucket's own affair (`runtime.sparse.samples`). A bucket that does harm several times in a row
 is sent otherwise from then on: in a wider format, or whole. All ranks see the same sums, and rank 0's figures count, so
 that all decide alike.
@@ -25,7 +25,7 @@ COST = 0.005
 """Part of the time that sampling may take."""
 FEWEST_STEPS = 20
 SAMPLES_IN_A_ROW = 3
-"""So many harmful samples of a bucket are too many."""
+"""Number of consecutive harmful samples of a bucket that are too many."""
 
 
 class Guard:
@@ -44,12 +44,12 @@ class Guard:
         return self._buckets[self._turn % len(self._buckets)]
 
     def _announce(self) -> None:
-        """Tell the next bucket in turn where the next step is the one that is sampled."""
+        """Prepare the next bucket in turn if the next step is sampled."""
         if self._buckets and self._steps + 1 >= self._due:
             self._next.expect()
 
     def step_done(self, step: int) -> Watched | None:
-        """After each step, before the optimizer: the bucket that does harm, if any. Ranks may meet here."""
+        """Return, before each step of the optimizer, the bucket that does harm, if any. Ranks may meet here."""
         self._steps += 1
         if not self._buckets or self._world.group is None:
             return None
@@ -76,14 +76,15 @@ class Guard:
         last = found[-SAMPLES_IN_A_ROW:]
         return watched if len(last) == SAMPLES_IN_A_ROW and all(sample.harmful for sample in last) else None
 
-    def relieved(self, plan: Plan, harmful: Watched) -> Plan:
+    def relax_bucket(self, plan: Plan, harmful: Watched) -> Plan:
         """Return the plan with one bucket that is sent otherwise; warns."""
         index = harmful.bucket.index
         bucket, samples = plan.buckets[index], self.samples[index][-SAMPLES_IN_A_ROW:]
-        following, now = harmful.relief(bucket)
+        following, now = harmful.relaxed_bucket(bucket)
+        violation = harmful.describe_violation(samples)
         warnings.warn(
-            f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) {harmful.complaint(samples)}: from now "
-            f"on {now}, and steps are longer than predicted",
+            f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) {violation}: from now on {now}, and "
+            f"steps are longer than predicted",
             AccuracyWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""Buckets of low rank: factors of matrices are all-reduced, and what their product leaves out is sent later.
+"""Buckets of low rank: factors of matrices are all-reduced, and the error of their product is sent later.
 
-See `runtime.sparse.compressors.powersgd` for what is sent. Beside the residual a bucket keeps what the next step starts
-from, which is the same on all ranks; it counts when the step's residuals do.
+See `runtime.sparse.compressors.powersgd` for what is sent. Besides the residual a bucket keeps the right factors that
+the next step starts from, which is the same on all ranks; it counts when the step's residuals do.
 """
 
 from __future__ import annotations
@@ -48,54 +48,50 @@ class WarmResidual(BucketResidual):
             start.copy_(found) if found is not None and found.shape == start.shape else start.zero_()
 
 
-class LowRankBucket:
-    """See `runtime.sparse.compressed.CompressedBucket`. What is no matrix travels with the right factors."""
+class LowRankEncoding:
+    """`Encoding` of matrices as factors. What is no matrix is sent with the right factors."""
 
-    watched = None
-    """What is left out says little of what training loses by it: no guard looks at that."""
-
-    def __init__(self, feedback: WarmResidual, tail: Tensor | None) -> None:
-        """`tail` (float32, small integers) is sent behind all else and becomes its sum over ranks."""
-        self.feedback: WarmResidual = feedback
-        self._factors, self._tail = feedback.factors, tail
+    def __init__(self, feedback: WarmResidual, tail_elements: int) -> None:
+        """Lay out the message; the tail (float32) has `tail_elements` and is sent behind all else."""
+        self._feedback, self._factors = feedback, feedback.factors
         sizes = [place.stop - place.start for place in self._factors.whole]
         right, whole = self._factors.right.elements, sum(sizes)
         new = feedback.residual.new_zeros
         self._own = new(right)
         """This rank's right factors."""
-        self.packed = Factored(
-            new(self._factors.left.elements), new(right + whole + (0 if tail is None else tail.numel())),
-            self._project, self._subtract,
-        )  # fmt: skip
-        feedback.following_start = self.packed.right[:right]
-        self._whole = self.packed.right[right : right + whole].split(sizes)
-        self._flags = self.packed.right[right + whole :]
-        self.k = self.packed.left.numel() + right + whole
-        feedback.bucket.payload.messages = [self.packed]
+        self.message = Factored(
+            new(self._factors.left.elements), new(right + whole + tail_elements), self._project, self._subtract
+        )
+        feedback.following_start = self.message.right[:right]
+        self._whole = self.message.right[right : right + whole].split(sizes)
+        self._tail = self.message.right[right + whole :]
+        self.k = self.message.left.numel() + right + whole
 
-    def pack(self, step: int) -> None:
-        feedback = self.feedback
-        following = accumulate(feedback.residual, feedback.gradient(), feedback.following)
-        self._factors.begin(following, feedback.start, feedback.seeds, self.packed.left)
+    def watched(self, k: int) -> None:
+        """Return None: what is left out says little of what training loses by it."""
+
+    def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
+        """Fill the left factors; see `Encoding.encode`."""
+        feedback = self._feedback
+        following = accumulate(feedback.residual, vector, feedback.following)
+        self._factors.begin(following, feedback.start, feedback.seeds, self.message.left)
         for place, sent in zip(self._factors.whole, self._whole, strict=True):
             sent.copy_(following[place])
             following[place] = 0.0
-        if self._tail is not None:
-            self._flags.copy_(self._tail)
+        if tail is not None:
+            self._tail.copy_(tail)
 
     def _project(self) -> None:
-        self._factors.project(self.feedback.following, self.packed.left, self._own)
-        self.feedback.following_start.copy_(self._own)
+        self._factors.project(self._feedback.following, self.message.left, self._own)
+        self._feedback.following_start.copy_(self._own)
 
     def _subtract(self) -> None:
-        self._factors.subtract(self.feedback.following, self.packed.left, self._own)
+        self._factors.subtract(self._feedback.following, self.message.left, self._own)
 
-    def unpack(self) -> Tensor:
-        sums = self.feedback.room()
-        self._factors.multiply(self.packed.left, self.feedback.following_start, sums)
+    def decode(self, sums: Tensor, tail: Tensor | None) -> None:
+        """Multiply the summed factors; see `Encoding.decode`."""
+        self._factors.multiply(self.message.left, self._feedback.following_start, sums)
         for place, summed in zip(self._factors.whole, self._whole, strict=True):
             sums[place] = summed
-        self.feedback.give(sums)
-        if self._tail is not None:
-            self._tail.copy_(self._flags)
-        return self.feedback.finite()
+        if tail is not None:
+            tail.copy_(self._tail)

@@ -1,4 +1,4 @@
-"""What an exchange carries from step to step: the residuals of lossy buckets, in one place for all buckets.
+"""The residuals of compressed buckets, in one place for all buckets of an exchange.
 
 A step counts for all buckets or for none: where a gradient of any of them is not finite, an optimizer that looks at
 that (as with a GradScaler) skips the step on all ranks, and no residual changes. When a plan whose buckets send
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,45 @@ from torch import Tensor, nn
 from runtime.core.buckets import BucketBuffer, Slot
 from runtime.core.exchange import ErrorFeedback
 from runtime.errors import InputError
-from runtime.sparse.compressed import CompressedBucket, all_finite
+from runtime.sparse.compressed import BucketResidual, all_finite
+from runtime.sparse.samples import Watched
 
 State = dict[str, Any]
 """`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`; with buckets of low rank `starts` (by
 gradient, the same on all ranks)."""
 
 
+class ResidualBucket(Protocol):
+    """A bucket that keeps a residual, as an exchange sees it; see `runtime.sparse.compressed.CompressedBucket`."""
+
+    feedback: BucketResidual
+    k: int
+
+    @property
+    def watched(self) -> Watched | None: ...
+    def pack(self, step: int) -> None: ...
+    def unpack(self) -> Tensor: ...
+
+
 class ErrorFeedbackState(ErrorFeedback):
     """Residuals of all buckets of an exchange."""
 
     def __init__(
-        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, CompressedBucket] = MappingProxyType({}),
-        loss_scale: Callable[[], float] | None = None,
+        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, ResidualBucket] = MappingProxyType({}),
+        loss_scale: Callable[[], float] | None = None, parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the losses, where there is one."""
-        self._buckets, self.lossy = buckets, lossy
+        """Begin with residuals of zeros.
+
+        Args:
+            buckets: of the exchange; a rank alone has none.
+            lossy: the compressed ones, by index.
+            loss_scale: returns the factor of the losses; None: they have none.
+            parameters: of a rank alone, by name: pending residuals are added to their `.grad`.
+        """
+        self._buckets, self.lossy, self._parameters = buckets, lossy, parameters
         self._pending: dict[str, Tensor] = {}
-        """Of gradients whose buckets keep no residual: what has yet to be sent of earlier ones."""
+        """Residuals of earlier buckets, by gradient, whose present buckets keep none: they are sent with the next step.
+        """
         self.steps = 0
         self._loss_scale, self._scale = loss_scale, 1.0
         self._read: float | None = None
@@ -76,7 +97,7 @@ class ErrorFeedbackState(ErrorFeedback):
         if bucket.index in self.lossy:
             self.lossy[bucket.index].pack(self.steps)
 
-    def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
+    def settle(self, wait: Callable[[BucketBuffer | None], None]) -> None:
         """See `ErrorFeedback.settle`; of a rank alone, which has no buckets, gradients get what is pending."""
         finite = []
         for index, lossy in self.lossy.items():
@@ -91,12 +112,12 @@ class ErrorFeedbackState(ErrorFeedback):
         ]
         if not self._buckets:
             for name, part in self._pending.items():
-                parameter = parameters[name]
+                parameter = self._parameters[name]
                 if parameter.grad is not None:
                     parameter.grad.add_(part)
                 elif bool(part.any()):
                     parameter.grad = part.to(parameter.dtype)
-            finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
+            finite = [all_finite(p.grad) for p in self._parameters.values() if p.grad is not None]
         self.count(torch.stack(finite).all() if finite else torch.tensor(True))
 
     def count(self, finite: Tensor) -> None:
@@ -174,7 +195,9 @@ def state_of_rank(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.
 
 
 def merged(states: Sequence[State], rank: int, ranks: int) -> State:
-    """One rank's share of the states of all ranks of a run with another number of them: their sum stays what it was."""
+    """Return one rank's share of the states of all ranks of a run with another number of them: their sum stays what it
+    was.
+    """
     known = next((state for state in states if state), None)
     if known is None:
         return {}
@@ -188,7 +211,7 @@ def merged(states: Sequence[State], rank: int, ranks: int) -> State:
 
 def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raise InputError where it is no state of a session with these parameters."""
-    if isinstance(one, dict) and "delay" in one:
+    if isinstance(one, dict) and one.get("delay") is not None:
         raise InputError(
             "found the state of a run with delay, expected one of a run without (on one rank alone no run has one): go "
             "on with the plan and the ranks that the run began with, or end the delay there first (session.switch to a "

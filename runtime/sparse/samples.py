@@ -1,8 +1,8 @@
-"""What compressed buckets answer when `runtime.sparse.guard` samples them: how much harm they do, from where on that is
-too much, and how they are sent then. One class for each way to send less; the guard knows none of them.
+"""Samples of compressed buckets, for `runtime.sparse.guard`: how much harm they do, from where on that is too much, and
+how they are sent then. One class for each way to send less; the guard knows none of them.
 
 **Selected elements** (`Selecting`) have δ of LAGS-SGD's Assumption 1 (Shi et al., ECAI 2020), which compares what is
-left behind with what random-k of the summed gradients would leave; while it is at most 1, the paper's convergence
+not sent with what random-k of the summed gradients would leave; while it is at most 1, the paper's convergence
 holds.
 
 **Narrow elements** (`Rounding`) have the median, over elements that have a gradient, of |lost| / |gradient|, both of
@@ -42,8 +42,8 @@ MAX_DELTA = 1.0
 MOST_LOST, MOST_STEPS_LATE = 0.5, 10.0
 
 DRAWN = 1 << 16
-"""Elements of a narrow bucket that are looked at, at most: with so many, what is called the median has between 49 % and
-51 % of all elements below it (five standard deviations), and their sums cost little beside the bucket's own.
+"""Elements of a narrow bucket that are looked at, at most: with this number, the sample's median has between 49 % and
+51 % of all elements below it (five standard deviations), and their sums cost little compared with the bucket's own.
 """
 
 
@@ -53,7 +53,7 @@ class Sampled:
 
     step: int
     figure: float
-    """Of the harm; NaN where gradients were not finite."""
+    """Measure of the harm; NaN if gradients were not finite."""
     limit: float
     """Above it is too much."""
 
@@ -68,18 +68,18 @@ class Watched(Protocol):
     bucket: BucketBuffer
 
     def expect(self) -> None:
-        """The next step is to be sampled: keep of it what that takes."""
+        """Prepare for the next step, which is sampled."""
         ...
 
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
         """Look at the step that is over, the sums over all ranks, which all call this."""
         ...
 
-    def complaint(self, samples: Sequence[Sampled]) -> str:
-        """Say what harm these samples show, as what follows the bucket's name."""
+    def describe_violation(self, samples: Sequence[Sampled]) -> str:
+        """Return the harm that these samples show, as what follows the bucket's name."""
         ...
 
-    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+    def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         """Return how a harmful bucket is sent from now on, with as many phases, and say so ("it …")."""
         ...
 
@@ -97,7 +97,7 @@ def delta(accumulated_sum: Tensor, sent_sum: Tensor, k: int) -> float:
 
     RandK keeps each of n elements with probability k/n, so the expectation is (1 − k/n)·‖Σacc‖²: nothing is drawn.
     `accumulated_sum` is the sum over ranks of residual + gradient, `sent_sum` of what was sent, zero where nothing was.
-    δ is 0 where nothing was left behind, +∞ where something was though random-k would leave nothing, NaN where sums are
+    δ is 0 where everything was sent, +∞ where something was though random-k would leave nothing, NaN where sums are
     not finite.
     """
     elements = accumulated_sum.numel()
@@ -144,6 +144,10 @@ class Selecting:
 
     def expect(self) -> None: ...
 
+    def keep(self, gradient: Tensor, unsent: Callable[[], Tensor], step: int) -> None: ...
+
+    def arrived(self, sums: Tensor) -> None: ...
+
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
         residual, sent = self._sums(group)
         total, went = _energy(residual + sent), _energy(sent)
@@ -155,11 +159,11 @@ class Selecting:
             residual_norm=math.sqrt(_energy(residual)),
         )
 
-    def complaint(self, samples: Sequence[Sampled]) -> str:
+    def describe_violation(self, samples: Sequence[Sampled]) -> str:
         values = ", ".join(f"{sample.figure:.2f}" for sample in samples)
         return f"leaves more behind than random choice would (δ {values}, expected at most {samples[-1].limit:g})"
 
-    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+    def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         return whole(planned), SENDS_EVERYTHING
 
 
@@ -192,15 +196,15 @@ class Rounding:
 
     @property
     def expected(self) -> bool:
-        """Whether the step is to be sampled."""
+        """True if the step is to be sampled."""
         return self._expected
 
     def keep(
         self, gradient: Tensor, unsent: Callable[[], Tensor], step: int, *, start: int = 0, elements: int | None = None
     ) -> None:  # fmt: skip
-        """Where the step is to be sampled, remember some elements of what this rank has to send: of its gradient and
-        its residual, which `unsent` returns; both 1-D. `start`, `elements`: where in a vector of so many they begin,
-        of which each rank has a part to send; by default each has all.
+        """Remember, in a step that is to be sampled, some elements of this rank's gradient and of its residual, which
+        `unsent` returns; both 1-D. `start`, `elements`: first of them, in a vector of which each rank has
+        a part to send; by default each has all.
         """
         if not self._expected:
             return
@@ -228,8 +232,8 @@ class Rounding:
             self._sent, self._parted = sums[self._places], False
 
     def part_arrived(self, sums: Tensor, start: int) -> None:
-        """As `arrived`, where ranks have other parts, or other summands, of what came: this one `sums` (1-D), from
-        element `start`; what it has nothing of is 0.
+        """Remember elements as `arrived` does, if ranks have different parts, or summands, of the result: this one
+        `sums` (1-D), from element `start`; what it has nothing of is 0.
         """
         if self._expected:
             self._sent, self._parted = self._of_part(sums, start).to(self._given.dtype), True
@@ -251,14 +255,14 @@ class Rounding:
             error=math.sqrt(_energy(lost) / total) if total > 0.0 else 0.0,
         )
 
-    def complaint(self, samples: Sequence[Sampled]) -> str:
+    def describe_violation(self, samples: Sequence[Sampled]) -> str:
         values = ", ".join(f"{sample.figure:.3g}" for sample in samples)
         return (
             f"rounds too coarsely: of half its elements the {self._what} is more than {values} times the gradient "
             f"(expected at most {self._limit:g})"
         )
 
-    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+    def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         spec = wider(planned.compressor)
         if spec == NO_COMPRESSION:
             return whole(planned), SENDS_EVERYTHING

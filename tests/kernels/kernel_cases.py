@@ -40,7 +40,7 @@ def select(
     new_residual = rooms[2][begin : begin + residual.numel()]
     before = residual.clone(), gradient.clone()
     with installed("cpu", backend):
-        ef_topk_(gradient, residual, new_residual, values, indices, state, **options)  # type: ignore[arg-type]
+        ef_topk_(gradient, (residual, new_residual), (values, indices), state, **options)  # type: ignore[arg-type]
     assert same((residual, gradient), before)
     ends = (GUARD + state.k, GUARD + state.k, begin + residual.numel())
     starts = (GUARD, GUARD, begin)

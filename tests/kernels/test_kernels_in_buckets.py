@@ -15,9 +15,11 @@ from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.kernels.backend import installed
 from runtime.kernels.source import WIRE_CODES
 from runtime.plan import CompressorSpec
-from runtime.sparse.compressed import NarrowedBucket, SelectedBucket
+from runtime.sparse.compressed import CompressedBucket
 from runtime.sparse.compressors import sparse
 from runtime.sparse.layout import make_lossy
+from runtime.sparse.narrowing import TwoShots
+from runtime.sparse.selection import Selection
 
 pytestmark = needs_compiler
 RANKS = 2
@@ -31,15 +33,17 @@ def on_host() -> Iterator[None]:
         yield
 
 
-def make(spec: CompressorSpec, tail: Tensor | None = None) -> SelectedBucket:
+def make(spec: CompressorSpec, tail: Tensor | None = None) -> CompressedBucket:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in LAYERS.values()]
     slots = [Slot(f"{name}.weight", i, p) for i, (name, p) in enumerate(zip(LAYERS, parameters, strict=True))]
     lossy = make_lossy(BucketBuffer(0, slots, lay_out(slots), "a bucket"), spec, RANKS, tail)
-    assert isinstance(lossy, SelectedBucket)
+    assert isinstance(lossy.encoding, Selection)
     return lossy
 
 
-def step(lossy: SelectedBucket, seed: int, *, spoiled: float | None = None, before: float = 0.0) -> tuple[Tensor, ...]:
+def step(
+    lossy: CompressedBucket, seed: int, *, spoiled: float | None = None, before: float = 0.0
+) -> tuple[Tensor, ...]:
     """One step of two ranks that are alike; returns (message, sums, residual after it)."""
     gradient = lossy.feedback.bucket.messages[0].flat
     gradient.copy_(torch.randn(gradient.numel(), generator=torch.Generator().manual_seed(seed)))
@@ -74,7 +78,7 @@ def test_buckets_are_the_same_bit_for_bit(spec: CompressorSpec, looks: float) ->
     assert torch.equal(bits(residual), bits(plain.feedback.residual))
 
 
-def narrowed(spec: CompressorSpec) -> list[NarrowedBucket]:
+def narrowed(spec: CompressorSpec) -> list[CompressedBucket]:
     """One of each rank."""
     found = []
     for rank in range(RANKS):
@@ -82,11 +86,11 @@ def narrowed(spec: CompressorSpec) -> list[NarrowedBucket]:
         slots = [Slot(f"{name}.weight", i, p) for i, (name, p) in enumerate(zip(LAYERS, parameters, strict=True))]
         buffer = BucketBuffer(0, slots, lay_out(slots), "a bucket")
         found.append(make_lossy(buffer, spec, RANKS, torch.zeros(3), rank=rank))
-    assert all(isinstance(bucket, NarrowedBucket) for bucket in found)
+    assert all(isinstance(bucket.encoding, TwoShots) for bucket in found)
     return found  # type: ignore[return-value]
 
 
-def narrowed_step(buckets: list[NarrowedBucket], seed: int, spoiled: float | None, looks: bool) -> tuple[Tensor, ...]:
+def narrowed_step(buckets: list[CompressedBucket], seed: int, spoiled: float | None, looks: bool) -> tuple[Tensor, ...]:
     """As `step`, of ranks that differ; returns sums and, with `looks`, residuals after it."""
     for rank, bucket in enumerate(buckets):
         gradient = bucket.feedback.bucket.messages[0].flat

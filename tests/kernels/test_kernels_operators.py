@@ -14,7 +14,6 @@ from runtime.errors import EnvironmentFailure
 from runtime.kernels import (
     WireLayout,
     ef_topk_,
-    ef_topk_segments_,
     ef_topk_torch,
     make_state,
     ms_topk_,
@@ -42,6 +41,12 @@ def arguments(**changed: Any) -> dict[str, Any]:
         "state": make_state([N], [K], "cpu"),
     }
     return sound | changed
+
+
+def called(select: Callable[..., None], given: dict[str, Any], **options: Any) -> None:
+    """Call a selection with such arguments."""
+    residuals, out = (given["residual"], given["new_residual"]), (given["values"], given["indices"])
+    select(given["gradient"], residuals, out, given["state"], swapped=given.get("swapped"), **options)
 
 
 SHARED = torch.zeros(2 * N)
@@ -79,9 +84,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_arguments_are_named(what: str) -> None:
     changed, message = BAD[what]
     with pytest.raises(ValueError, match=message):
-        ef_topk_(**arguments(**changed))
+        called(ef_topk_, arguments(**changed))
     with pytest.raises(ValueError, match=message):
-        ms_topk_(**arguments(**changed), seed=0)
+        called(ms_topk_, arguments(**changed), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -102,27 +107,11 @@ def test_bad_segments_are_named(elements: list[int], k: list[int], message: str)
         make_state(elements, k, "cpu")
 
 
-def test_bad_tensors_of_segments_are_named() -> None:
-    state = make_state([3, 4], [1, 1], "cpu")
-    good = [torch.zeros(3), torch.zeros(4)]
-
-    def call(gradients: list[torch.Tensor], residuals: list[torch.Tensor]) -> None:
-        new, indices = [torch.zeros(3), torch.zeros(4)], torch.zeros(2, dtype=torch.int32)
-        ef_topk_segments_(gradients, residuals, new, torch.zeros(2), indices, state)
-
-    with pytest.raises(ValueError, match=r"^gradients: found 1 tensors; expected 2, one for each segment"):
-        call(good[:1], good)
-    with pytest.raises(ValueError, match=r"^residuals\[1\]: found the shape \(3,\); expected \(4,\)"):
-        call(good, [torch.zeros(3), torch.zeros(3)])
-    with pytest.raises(ValueError, match=r"^residuals\[1\]: found memory that residuals\[0\] uses, too"):
-        call(good, [SHARED[:3], SHARED[2:6]])
-
-
 def test_a_state_of_other_segments_is_refused() -> None:
     state, other = make_state([N], [K], "cpu"), make_state([2 * N], [K], "cpu")
     state.memory = other.memory
     with pytest.raises(ValueError, match=r"^state: found a memory of"):
-        ef_topk_(**arguments(state=state))
+        called(ef_topk_, arguments(state=state))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +143,6 @@ ROWS = torch.zeros(2, 64, dtype=torch.uint8)
         ({"gradient": torch.zeros(N + 1)}, "^rows: found 2 rows of 50 elements; expected room for 101"),
         ({"rows": torch.zeros(2, 56, dtype=torch.uint8)}, r"^rows: found torch.uint8 of the shape \(2, 56\)"),
         ({"rows": torch.zeros(2, 66, dtype=torch.uint8)}, "^rows: found a row at an address that is no multiple of 4"),
-        ({"residual": None}, "^residual: found one without the other"),
         ({"residual": torch.zeros(N).double()}, "^residual: found torch.float64"),
         ({"new_residual": SHARED[1:101], "residual": SHARED[:100]}, "^new_residual: found memory that residual uses"),
         ({"swapped": torch.zeros(1, dtype=torch.bool)}, "^swapped: found torch.bool"),
@@ -164,27 +152,29 @@ def test_bad_arguments_of_narrow_codes_are_named(changed: dict[str, Any], messag
     sound: dict[str, Any] = {
         "gradient": torch.zeros(N), "residual": torch.zeros(N), "new_residual": torch.zeros(N), "rows": ROWS,
     }  # fmt: skip
+    given = sound | changed
+    residuals = (given["residual"], given["new_residual"])
     with pytest.raises(ValueError, match=message):
-        wire_encode_(**(sound | changed), layout=LAYOUT)
+        wire_encode_(given["gradient"], residuals, given["rows"], LAYOUT, swapped=given.get("swapped"))
 
 
 def test_narrow_codes_of_one_part_and_no_more() -> None:
     with pytest.raises(ValueError, match=r"^elements: found 51; expected at most 50"):
         wire_decode_(ROWS, torch.zeros(51), LAYOUT, add_up=True)
     with pytest.raises(ValueError, match=r"^elements: found 51; expected at most 50"):
-        wire_combine_(ROWS, None, None, torch.zeros(2, 64, dtype=torch.uint8), 51, LAYOUT)
+        wire_combine_(ROWS, None, torch.zeros(2, 64, dtype=torch.uint8), 51, LAYOUT)
     with pytest.raises(EnvironmentFailure, match=r"found the device cpu, expected cuda: WireCompressor does it"):
         wire_decode_(ROWS, torch.zeros(N), LAYOUT, add_up=False)
 
 
 def test_on_a_cpu_the_reference_runs() -> None:
     given = arguments(gradient=torch.randn(N).bfloat16())
-    ef_topk_(**given)
+    called(ef_topk_, given)
     expected = ef_topk_torch(given["gradient"], given["residual"], K)
     assert same((given["values"], given["indices"], given["new_residual"]), expected)
     assert int(given["state"].nonfinite) == 0
     given["gradient"][7] = float("nan")
-    ef_topk_(**given)
+    called(ef_topk_, given)
     assert int(given["state"].nonfinite) == 1
 
 
@@ -194,9 +184,8 @@ def checked(operator: Any, *values: Any) -> None:
 
 def test_operators_are_what_torch_expects() -> None:
     a = arguments()
-    layout = a["state"].layout
-    tensors = ([a["gradient"]], [a["residual"]], [a["new_residual"]], a["values"], a["indices"], a["state"].memory)
-    checked(ef_topk_operator, *tensors, None, [N], [K], [layout.shape.threads, 2, 2], None, False, 0, 0)
+    state, lists = a["state"], ([a["residual"], a["new_residual"]], [a["values"], a["indices"]])
+    checked(ef_topk_operator, a["gradient"], *lists, state.memory, None, [0, 0, 0, *state.layout.numbers])
     checked(unpack_operator, torch.zeros(9), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32), 0.5)
 
 
@@ -206,8 +195,9 @@ def test_operators_of_narrow_codes_are_what_torch_expects() -> None:
     gradient, one, other = torch.randn(N), torch.zeros(N), torch.zeros(N)
     rows, own = (torch.zeros(count, 64, dtype=torch.uint8) for count in (2, 1))
     with installed("cpu", HostBackend(usual_library())):
-        checked(wire_encode_operator, gradient, one, other, rows, torch.zeros(1, dtype=torch.int32), code, numbers)
-        checked(wire_combine_operator, rows, None, None, own, None, 50, code, numbers)
+        swapped = torch.zeros(1, dtype=torch.int32)
+        checked(wire_encode_operator, gradient, [one, other], swapped, rows, code, numbers)
+        checked(wire_combine_operator, rows, [], None, own, code, [50, *numbers])
         checked(wire_decode_operator, rows, torch.zeros(50), True, code, numbers)
 
 
@@ -220,7 +210,7 @@ def test_compiled_programs_call_them_whole() -> None:
         return graph.forward
 
     def step(a: dict[str, Any]) -> torch.Tensor:
-        ef_topk_(**a)
+        called(ef_topk_, a)
         return a["values"] * 2
 
     given = arguments()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from runtime.kernels import (
     TopkState,
-    ef_topk_segments_,
     ef_topk_torch,
     make_state,
     ms_topk_,
@@ -63,25 +62,6 @@ def test_segments_of_one_buffer(order: Sequence[int], dtype: torch.dtype) -> Non
         residual = torch.where(found[2].isfinite(), found[2], 0.0)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_segments_that_are_tensors(dtype: torch.dtype) -> None:
-    """They may move from step to step, and a buffer may come between."""
-    state = make_state(SIZES, KEPT, "cpu", shape=SMALL)
-    residuals = [torch.zeros(size, dtype=dtype) for size in SIZES]
-    values, indices = torch.empty(sum(KEPT), dtype=dtype), torch.empty(sum(KEPT), dtype=torch.int32)
-    for step in range(4):
-        gradients = [part.clone() for part in parts(step, range(9), torch.bfloat16)]
-        expected = by_reference(gradients, residuals, KEPT)
-        if step == 2:
-            assert same(select(host(step), state, torch.cat(gradients), torch.cat(residuals)), expected)
-            continue
-        new = [torch.empty_like(residual) for residual in residuals]
-        with installed("cpu", host(step)):
-            ef_topk_segments_(gradients, residuals, new, values, indices, state)
-        assert same((values, indices, torch.cat(new)), expected)
-        residuals = [torch.where(part.isfinite(), part, 0.0) for part in new]
-
-
 @pytest.mark.parametrize("name", ["normal", "few values", "all equal", "narrow", "nan", "lognormal"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_mstopk_takes_a_run_of_what_is_about_as_large_as_the_last(name: str, dtype: torch.dtype) -> None:
@@ -95,7 +75,7 @@ def test_mstopk_takes_a_run_of_what_is_about_as_large_as_the_last(name: str, dty
             torch.empty(k, dtype=torch.int32),
         )
         with installed("cpu", host(step)):
-            ms_topk_(gradient, residual, new, values, indices, state, seed=step)
+            ms_topk_(gradient, (residual, new), (values, indices), state, seed=step)
         assert same((values, indices, new), ms_topk_torch(gradient, residual, k, seed=step))
         exact = ef_topk_torch(gradient, residual, k)
         finite = values.isfinite() & exact[0].isfinite()

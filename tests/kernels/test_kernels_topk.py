@@ -152,6 +152,6 @@ def test_swapped_buffers_change_places() -> None:
     values, indices = torch.empty(k), torch.empty(k, dtype=torch.int32)
     expected = ef_topk_torch(gradient, other, k)
     with installed("cpu", host()):
-        ef_topk_(gradient, one, other, values, indices, state, swapped=torch.ones(1, dtype=torch.int32))
+        ef_topk_(gradient, (one, other), (values, indices), state, swapped=torch.ones(1, dtype=torch.int32))
     assert same((values, indices, one), expected)
     assert torch.equal(bits(other), bits(torch.full((n,), 3.0)))

@@ -21,7 +21,15 @@ from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors import wire as wire_module
 from runtime.sparse.compressors.powersgd import Factors, LowRankCompressor
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
-from runtime.sparse.compressors.wire import EIGHT_BITS, ROUNDINGS, WIRE_DTYPES, Rounded, WireCompressor
+from runtime.sparse.compressors.wire import (
+    EIGHT_BITS,
+    NO_RESIDUAL,
+    ROUNDINGS,
+    WIRE_DTYPES,
+    Rounded,
+    StepResidual,
+    WireCompressor,
+)  # fmt: skip
 
 Layers = Sequence[tuple[str, int]]
 
@@ -197,8 +205,8 @@ def encode(compressor: WireCompressor, case: Case, seed: int = 3, parts: int = P
         new_residual, sent = torch.full_like(residual, garbage), torch.full_like(residual, garbage)
         cut = compressor.cut(len(sent), parts, residual.dtype)
         rows = torch.zeros(parts, cut.row_bytes, dtype=torch.uint8)
-        kept = (residual, new_residual) if compressor.error_feedback else (None, None)
-        compressor.compress(gradient, *kept, rows, cut, seed)
+        kept = StepResidual(residual, new_residual) if compressor.error_feedback else NO_RESIDUAL
+        compressor.compress(gradient, kept, rows, cut, seed)
         compressor.decode(rows, sent, cut)
         results.append((sent, new_residual))
     assert same_bits(gradient, case.gradient)

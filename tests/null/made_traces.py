@@ -35,6 +35,8 @@ class Job:
     copies: bool = True
     metadata: bool = True
     compiled: bool = False
+    modules: tuple[str, ...] = ()
+    """FSDP2's group of each bucket; the root's has no name."""
     extra: tuple[str, ...] = ()
     """Collectives of other groups in each backward, such as all_to_all."""
 
@@ -70,6 +72,12 @@ class _Rank:
         self.device_us = start + duration
         self.event(category, name, start, duration, STREAM, stream=STREAM, correlation=self._link, **arguments)
 
+    def hook(self, call: str, module: str, thread: int) -> None:
+        """Record a hook of FSDP2."""
+        name = f"FSDP::{call} ({module})" if module else f"FSDP::{call}"
+        self.event("user_annotation", name, self.host_us, 1.0, thread)
+        self.host_us += 2.0
+
     def call(self, name: str, numel: int, ready: float, group: str = "0") -> tuple[float, dict[str, Any], int]:
         """Call a collective; return when it can start, its metadata and its launch."""
         self._link += 1
@@ -103,17 +111,7 @@ def make_traces(job: Job) -> list[dict[str, Any]]:
     for number in range(job.steps):
         began = [rank.host_us for rank in ranks]
         for micro in range(job.micro_batches):
-            for rank in ranks:
-                for layer in range(len(job.sizes)):
-                    rank.event(
-                        "cpu_op",
-                        "aten::conv2d",
-                        rank.host_us,
-                        9.0,
-                        MAIN,
-                        **{"Sequence number": layer, "Fwd thread id": 0},
-                    )
-                    rank.launch("kernel", "forward_kernel", job.layer_us / 2, MAIN, grid=[layer, 1, 1])
+            _forward(job, ranks)
             _backward(job, ranks, sends=micro == job.micro_batches - 1)
         for rank, started, mark in zip(ranks, began, marks, strict=True):
             rank.device_us = max(rank.device_us, rank.network_us)
@@ -123,6 +121,22 @@ def make_traces(job: Job) -> list[dict[str, Any]]:
             rank.host_us = rank.device_us + 30.0
             mark.append((10 + number, started, rank.host_us - 1.0))
     return [rank.document(mark) for rank, mark in zip(ranks, marks, strict=True)]
+
+
+def _forward(job: Job, ranks: Sequence[_Rank]) -> None:
+    for bucket, (first, stop) in reversed(list(enumerate(zip([0, *job.buckets], job.buckets, strict=False)))):
+        if job.modules:
+            _send(job, ranks, "_allgather_base", sum(job.sizes[first:stop]), "0")
+        for rank in ranks:
+            if job.modules:
+                rank.device_us = max(rank.device_us, rank.network_us)
+                rank.hook("pre_forward", job.modules[bucket], MAIN)
+            for layer in range(first, stop):
+                recorded = {"Sequence number": layer, "Fwd thread id": 0}
+                rank.event("cpu_op", "aten::conv2d", rank.host_us, 9.0, MAIN, **recorded)
+                rank.launch("kernel", "forward_kernel", job.layer_us / 2, MAIN, grid=[layer, 1, 1])
+            if job.modules:
+                rank.hook("post_forward", job.modules[bucket], MAIN)
 
 
 def _backward(job: Job, ranks: Sequence[_Rank], *, sends: bool) -> None:
@@ -137,7 +151,10 @@ def _backward(job: Job, ranks: Sequence[_Rank], *, sends: bool) -> None:
         if job.compiled:
             rank.launch("kernel", "triton_backward", job.layer_us * len(job.sizes), AUTOGRAD, grid=[2, 1, 1])
     for index, numel in enumerate(job.sizes):
+        bucket = sum(index >= end for end in ends)
         for rank in ranks:
+            if job.modules and index in (0, *ends):
+                rank.hook("pre_backward", job.modules[bucket], AUTOGRAD)
             if not job.compiled:
                 rank.event(
                     "cpu_op", "autograd::engine::evaluate_function: ConvolutionBackward0", rank.host_us, 9.0, AUTOGRAD,
@@ -155,7 +172,16 @@ def _backward(job: Job, ranks: Sequence[_Rank], *, sends: bool) -> None:
             first = [0, *ends][ends.index(index + 1)]
             for extra in job.extra:
                 _send(job, ranks, extra, 5000, "1")
-            _send(job, ranks, "allreduce", sum(job.sizes[first : index + 1]), "0")
+            for rank in ranks:
+                if job.modules:
+                    rank.hook("post_backward_reshard", job.modules[bucket], AUTOGRAD)
+            _send(
+                job,
+                ranks,
+                "_reduce_scatter_base" if job.modules else "allreduce",
+                sum(job.sizes[first : index + 1]),
+                "0",
+            )
     if job.copies and sends:
         for rank in ranks:
             rank.host_us = max(rank.host_us, rank.network_us)

@@ -27,8 +27,8 @@ DECIDING = (
     "planner/documents/*.py", "planner/cost/*.py", "planner/model/*.py", "planner/model/modes/*.py",
     "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/fsdp2/*.py", "planner/decide/*.py", "planner/emit/*.py",
-    "planner/export/*.py", "planner/report/*.py", "planner/traces/*.py",
-    "planner/testbed/[!s]*.py", "planner/jobs/job.py",
+    "planner/export/*.py", "planner/report/*.py", "planner/traces/*.py", "planner/testbed/[!s]*.py",
+    "planner/jobs/job.py", "planner/jobs/finding.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/debug.py",
     "runtime/plan/*.py",
@@ -112,6 +112,7 @@ def test_deciding_from_end_to_end_is_light(tmp_path: Path) -> None:
         ["optimize", "p.json", "--parallel", "fsdp2", "-o", "fsdp2.json"],
         ["explain", "fsdp2.json"],
         ["--help"],
+        *([name, "--help"] for name in ("profile", "run", "compare", "rehearse", "demo", "doctor")),
     ]
     assert loaded_after(RUN.format(calls=calls), tmp_path) == []
     assert (tmp_path / "plan.json").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -10,12 +11,12 @@ from benchmarks.source_metrics import METRICS, PACKAGES, ROOT, is_fragment, sour
 
 LIMITS = {
     "code lines": 39_900,
-    "functions with more than six parameters": 82,
-    "imports inside of functions": 155,
+    "functions with more than six parameters": 64,
+    "imports inside of functions": 30,
     "import cycles": 6,
     "docstrings that are fragments": 1_376,
     "functions described by a noun": 366,
-    "file names more than four times": 1,
+    "file names more than four times": 0,
     "file names more than once": 43,
     "comparisons with registered names": 76,
 }
@@ -47,8 +48,8 @@ def test_what_a_fragment_is(text: str, function: bool, field: bool) -> None:
     assert is_fragment(text, ast.Expr(ast.Constant(text))) == field
 
 
-ENTRIES = frozenset({"planner.__main__", "planner.integrations.lightning", "planner.integrations.transformers"})
-"""Modules that scripts import, and no module of ours."""
+ENTRIES = re.compile(r"planner\.(__main__|integrations\.(?!attaching)\w+)")
+"""Modules that scripts import, and no module of ours; what they define frameworks and scripts call."""
 
 FOR_USERS = {
     "parse_schedule": "reads what `str` of a schedule prints",
@@ -56,14 +57,12 @@ FOR_USERS = {
     "FEATURES": "the rows of a table that a page shows",
     "optimizer_state_dict": "of a session",
     "create_args_for_root": "of torch.fx", "supports_higher_order_operators": "of torch",
-    "join_hook": "of torch", "join_device": "of torch", "join_process_group": "of torch",
-    "configure_ddp": "of Lightning", "block_backward_sync": "of Lightning",
 }  # fmt: skip
 """Names that nothing of ours uses but tests → who does."""
 
 
 def test_every_module_is_imported_by_another_one() -> None:
-    used = set(ENTRIES)
+    used = {name for name in sources() if ENTRIES.fullmatch(name)}
     for name, (_, tree) in sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -97,6 +96,7 @@ def test_every_function_and_class_is_used_outside_of_tests() -> None:
     unused = [
         f"{module}: {node.name}"
         for module, (_, tree) in sources().items()
+        if not ENTRIES.fullmatch(module)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         if node.name not in used and not node.name.startswith("__") and not node.decorator_list

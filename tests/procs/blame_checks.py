@@ -22,7 +22,7 @@ from runtime.delay.pushes import WholePush
 from runtime.errors import CommunicationError
 from runtime.plan import NO_COMPRESSION, CompressorSpec, DelaySpec, PlanWorld, StepPlan, UpdatePlan
 from runtime.plan.transports import HITOPK, LIBRARY, Transport
-from runtime.sparse.hitopk import HitopkBucket
+from runtime.sparse.shards import ShardBucket
 
 FAULTY, DEADLINE_S = 1, 5.0
 """The rank that fails, and how long the others wait for it."""
@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {
     "on the backend's thread": Fault(
         Narrowed, "narrow", RuntimeError("injected"), LIBRARY, CompressorSpec(name="wire", dtype="bfloat16")
     ),
-    "on a link's thread": Fault(HitopkBucket, "select", TypeError("injected"), HITOPK, TOPK),
+    "on a link's thread": Fault(ShardBucket, "fill", TypeError("injected"), HITOPK, TOPK),
     "in a shared step": Fault(
         "runtime.sharded.part", "reduce_scatter", RuntimeError("injected"),
         changes=(("updates", UpdatePlan(step=StepPlan(sharded=True))), ("interface", ("sharded-step",))),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import runtime
 from runtime.comm.collectives import COLLECTIVES, Collective
-from runtime.comm.collectives.direct import Packed, narrowed_all_reduce
+from runtime.comm.collectives.direct import Packed, by_message
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.errors import CommunicationError, EnvironmentFailure
@@ -66,7 +66,7 @@ def narrowed(spec: CompressorSpec, numel: int, world: World) -> dict[str, bool]:
         bucket.messages[0].flat.copy_(own)
         tail.copy_(torch.arange(5) + world.rank)
         lossy.pack(step)
-        run_phases(narrowed_all_reduce, lossy.packed, world)
+        run_phases(by_message, lossy.packed, world)
         good = lossy.unpack()
         lossy.feedback.commit(good)
         found = bucket.messages[0].flat

@@ -131,7 +131,7 @@ def _fail_in_links() -> None:
         return
     from planner.profile import links
 
-    timed, calls = links._timed, []
+    timed, calls = links._timed_us, []
 
     def failing(*arguments: Any) -> float:
         calls.append(1)
@@ -139,7 +139,7 @@ def _fail_in_links() -> None:
             fail_in("links")
         return timed(*arguments)
 
-    links._timed = failing
+    links._timed_us = failing
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ def observed(tied: bool) -> Units:
         backward_begins()
         loss.backward()
 
-    return measure_units(model, run, None, World.join(), paths=LEAVES, repeats=1)
+    return measure_units(model, run, World.join(), paths=LEAVES, repeats=1)
 
 
 def on_hosts(tied: bool, spec: FullyShardPlan) -> nn.Module:
@@ -358,7 +358,7 @@ def memory() -> dict[str, tuple[int, list[int]]]:
         backward_begins()
         found.backward()
 
-    units = replace(measure_units(plain, run, None, World.join(), repeats=1), state_factor=2.0)
+    units = replace(measure_units(plain, run, World.join(), repeats=1), state_factor=2.0)
     peaks = {}
     for name, spec in {
         "each": FullyShardPlan(groups=ALL_OF_STACK),

@@ -18,7 +18,7 @@ from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.powersgd import make_low_rank
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import make_wire
+from runtime.sparse.compressors.wire import NO_RESIDUAL, StepResidual, make_wire
 
 
 class Everyone:
@@ -133,9 +133,9 @@ class Everyone:
         for rank, gradient, residual in zip(ranks, added, held, strict=True):
             rows = torch.zeros(1 if native else owners, cut.row_bytes, dtype=torch.uint8)
             rest, sent = torch.zeros_like(residual), torch.empty_like(residual)
-            kept = (residual, rest) if compressor.error_feedback else (None, None)
+            kept = StepResidual(residual, rest) if compressor.error_feedback else NO_RESIDUAL
             seed = seed_of(f"sent\n{rank}\n{bucket.gradients[0]}", number)
-            compressor.compress(gradient, *kept, rows, cut, seed)
+            compressor.compress(gradient, kept, rows, cut, seed)
             compressor.decode(rows, sent, cut)
             total += sent
             residual.copy_(rest)
@@ -148,8 +148,8 @@ class Everyone:
             own = slice(owner * cut.share, (owner + 1) * cut.share)
             row, lost = torch.zeros(1, cut.row_bytes, dtype=torch.uint8), torch.empty_like(total[own])
             seed = seed_of(f"summed\n{rank}\n{bucket.gradients[0]}", number)
-            kept = (torch.zeros_like(lost), lost) if compressor.error_feedback else (None, None)
-            compressor.compress(total[own], *kept, row, cut, seed)
+            kept = StepResidual(torch.zeros_like(lost), lost) if compressor.error_feedback else NO_RESIDUAL
+            compressor.compress(total[own], kept, row, cut, seed)
             compressor.decode(row, result[own], cut)
             if compressor.error_feedback:
                 residual[own] += lost

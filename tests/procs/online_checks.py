@@ -77,7 +77,7 @@ def hurried(good: bool | None = True, **changes: Any) -> Iterator[Path]:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     values: dict[str, Any] = {"LINKS_SHARE": 1e9, "POLL_S": 1e-6, "WATCH_S": 1e-6, "Decision": Given, "MOST_TRIALS": 1}
-    values["MAY_LOSE"] = 1e9
+    values["TRIAL_BUDGET"] = 1e9
     values["FAR_OFF"] = 1e9  # what is given predicts nothing
     values |= {} if good is None else {"judge": always(good)}
     environment = {"PLANNER_CACHE": str(Path(folder[0]) / f"rank{dist.get_rank()}")}

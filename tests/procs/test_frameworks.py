@@ -14,7 +14,7 @@ import pytest
 from findings import wrong
 from started import PATHS, started
 
-from planner.integrations import check_version
+from planner.integrations.attaching import check_version
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure, InputError
 

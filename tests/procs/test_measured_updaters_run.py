@@ -9,10 +9,10 @@ import torch
 
 from planner import optimize
 from planner.documents.profile import ComputeProfile, Gradient, OptimizerProfile, Profile, ProfileWorld, parse_cluster
-from planner.jobs.local_training import measure_updaters
+from planner.jobs.on_rank import measure_updaters
 from planner.jobs.training import build
 from planner.profile import updaters
-from planner.profile.progress import Progress
+from planner.profile.bench import Progress
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference
 

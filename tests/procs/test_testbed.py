@@ -19,7 +19,7 @@ import testbed_checks
 import planner
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.testbed import wiring
-from planner.testbed.hosts import EmulatedHosts, parse_emulation
+from planner.testbed.hosts import emulated_hosts, parse_emulation
 from planner.testbed.namespaces import NoNamespaces
 from runtime.errors import EnvironmentFailure
 
@@ -32,10 +32,10 @@ STARTING_S = 90.0
 def missing() -> str:
     """Why namespaces cannot be had here; empty where they can."""
     try:
-        EmulatedHosts.make(parse_emulation("1x1@1gbit")).close()
+        with emulated_hosts(parse_emulation("1x1@1gbit")):
+            return ""
     except NoNamespaces as error:
         return str(error)
-    return ""
 
 
 MISSING = missing()
@@ -236,8 +236,9 @@ def test_a_host_that_does_not_come_up_ends_it_in_time(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(wiring, "HOST_DEADLINE_S", 1.0)
     monkeypatch.setattr(wiring, "_batch", unplugged)
-    with pytest.raises(EnvironmentFailure, match="host 1 of the emulated cluster did not reach the others within 1 s"):
-        EmulatedHosts.make(parse_emulation("2x1@1gbit"))
+    late = pytest.raises(EnvironmentFailure, match="host 1 of the emulated cluster did not reach the others within 1 s")
+    with late, emulated_hosts(parse_emulation("2x1@1gbit")):
+        pass
 
 
 @needs_namespaces
@@ -247,6 +248,9 @@ def test_a_tool_that_hangs_ends_it_in_time(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
         patch.setattr(wiring, "COMMAND_DEADLINE_S", 1.0)
-        with pytest.raises(EnvironmentFailure, match=r"`ip` did not end within 1 s; the emulated cluster is given up"):
-            EmulatedHosts.make(parse_emulation("2x1@1gbit"))
+        hangs = pytest.raises(
+            EnvironmentFailure, match=r"`ip` did not end within 1 s; the emulated cluster is given up"
+        )
+        with hangs, emulated_hosts(parse_emulation("2x1@1gbit")):
+            pass
     assert shutil.which("ip") != str(tmp_path / "ip")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from planner import TrainingJob
-from planner.profile.links import measure_apart, parts_of
-from planner.profile.progress import Progress
+from planner.profile.bench import Bench
+from planner.profile.links import Limits, measure_apart, parts_of
 from planner.testbed.hosts import emulation_here
 from planner.testbed.wiring import shaping
 from runtime.comm.world import World
@@ -59,7 +59,8 @@ def ranks_of_a_host_and_of_two() -> dict[str, Any]:
     }
     parts, names = parts_of(["0", "0", "1", "1"]), ("all_reduce", "all_gather", "reduce_scatter")
     assert parts is not None
-    found["apart"] = measure_apart(World.join(), parts, torch.device("cpu"), 2**18, Progress(), names, names, 4.0)
+    bench, by_kind = Bench(World.join(), torch.device("cpu")), {"intra": names, "inter": names}
+    found["apart"] = measure_apart(bench, parts, 2**18, by_kind, Limits(4.0))
     if rank % 2 == 0:  # one exchange at a time: the ranks of a host share its link
         found["slow"] = all_reduce_s(between)
         subprocess.run(["tc", *shaping(400e6).replace("add", "replace").split()], check=True)

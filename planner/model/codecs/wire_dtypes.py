@@ -31,7 +31,7 @@ from planner.model.compression import Limits
 from planner.model.problem import Problem
 from runtime.plan import CompressorSpec, PlanBucket
 from runtime.plan.predicted import FrontierPoint
-from runtime.plan.transports import NATIVE, TORUS_2D, TWO_SHOT
+from runtime.plan.transports import NATIVE, TORUS_2D
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Wire(CodecModel):
         return self.dtype
 
     def on_links(self, form: Form) -> list[Form]:
-        return [form, Form(TORUS_2D, self, form.ratio)] if form.transport == TWO_SHOT else [form]
+        return [form] if form.transport.native else [form, Form(TORUS_2D, self, form.ratio)]
 
     def has_cost(self, problem: Problem, form: Form) -> bool:
         return bool(problem.wire_cost(self.dtype, form.transport).phases)
@@ -108,7 +108,7 @@ class Wire(CodecModel):
         return bucket
 
     def form_text(self, form: Form) -> str:
-        return f"{self.dtype} (summed by the backend)" if form.transport == NATIVE else self.dtype
+        return f"{self.dtype} (summed by the backend)" if form.transport.native else self.dtype
 
     def point_fields(self) -> dict[str, Any]:
         return {"dtype": self.dtype}
@@ -144,7 +144,7 @@ class Wire(CodecModel):
             f"travel as {mib(round(sent_bytes))}"
             + (" between nodes, whole inside them" if all(b.transport.hierarchical for b in buckets) else "")
             + "; what rounding loses is sent in later steps"
-            + (", but for what the backend's own sums lose" if any(b.transport == NATIVE for b in buckets) else "")
+            + (", but for what the backend's own sums lose" if any(b.transport.native for b in buckets) else "")
         )
         sources = {encoding(problem.cost.cluster, dtype)[2] for dtype in dtypes}
         return [note, *unmeasured("encoding", "encode", sources)]

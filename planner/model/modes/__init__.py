@@ -6,10 +6,10 @@ of it here. `runtime.plan.combinations` says what it goes with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from planner.ir import Mode, Schedule, Synchronous
+from planner.ir import TIE, Mode, Schedule, Synchronous
 from planner.model.modes import delayed, late_gather, local_updaters, sharded, synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
@@ -18,7 +18,7 @@ from runtime.plan.timeline import Timeline
 
 
 class ModeModel(Protocol):
-    """What is asked of a mode; but for `assumptions`, of a schedule that has it."""
+    """Functions of a mode's module; all but `assumptions` take a schedule of that mode."""
 
     def defect(self, schedule: Schedule, gradients: int, /) -> str | None:
         """Return what must not be in a schedule of so many gradients, whatever the step; None where all is well."""
@@ -71,6 +71,18 @@ def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
 def step_us(problem: Problem, schedule: Schedule) -> float:
     """Return `simulate_schedule(…).iteration_us`, without the timeline where comparing schedules can do without."""
     return model_of(schedule).step_us(problem, schedule)
+
+
+def best_of(
+    problem: Problem,
+    schedules: Iterable[Schedule],
+    order: Callable[[Schedule], Any] = lambda schedule: len(schedule.buckets),
+) -> Schedule:
+    """Return the schedule of the shortest step; among equals the first in `order`, by default of the fewest buckets."""
+    unique = list(dict.fromkeys(schedules))
+    times_us = [step_us(problem, schedule) for schedule in unique]
+    limit_us = min(times_us) * (1.0 + TIE)
+    return min((one for one, time_us in zip(unique, times_us, strict=True) if time_us <= limit_us), key=order)
 
 
 def describe(plan: Plan) -> PlanWords:

@@ -5,21 +5,29 @@ k-th. `planner.model.delay` finds the steady state.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from planner.documents.text import pluralize
+from planner.documents.text import format_significant, ms, pluralize
 from planner.ir import Mode, Schedule
-from planner.model.codecs import codec_of
+from planner.model.codecs import codec_of, compression
 from planner.model.delay import CycleTimeline, ops_of, simulate_cycle, steady_state
 from planner.model.delay_load import StepWork
 from planner.model.engine import run
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, merging, push_and_pull
 from runtime.plan import Accuracy, DelaySpec, Plan, combinations
+from runtime.plan.predicted import DelayPoint
 
 WARMUP_STEPS = 500
 """Synchronous steps before delay, rounded up to a multiple of k."""
+
+NEAR = 0.02
+"""Share of the best mean step that a smaller k may cost."""
+
+CASES = {1: "pulls are late", 2: "the network is never idle", 3: "nothing is exposed"}
+"""The cases of Eq. 4."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,13 @@ def delay_of(schedule: Schedule) -> int:
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """A delay of less than a step."""
+    """Return what is wrong with a delay of less than a step."""
     k = delay_of(schedule)
     return None if k >= 1 else f"a delay of {k} steps is none: k has to be at least 1"
 
 
 def step_us(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> float:
-    """The mean step; `local_update_us` in place of what the cluster says."""
+    """Return the mean step; `local_update_us` replaces the cluster's."""
     return steady_state(StepWork.of(problem, schedule, local_update_us), delay_of(schedule)).mean_us
 
 
@@ -73,7 +81,7 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """Pushed in every step and pulled every k-th; where the node is the worker also averaged and spread inside."""
+    """Return bytes pushed in every step, pulled every k-th, and averaged and spread inside nodes that are workers."""
     k, inside, total = delay_of(schedule), problem.ranks_per_worker, dict[str, float]()
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
@@ -86,7 +94,7 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    """Where the costs of pushes and pulls come from, and what nobody measured; whether they follow from others'."""
+    """Return sources of the costs of pushes and pulls with what was not measured, and whether costs are implied."""
     notes = [f"push: {problem.push.source}, pull: {problem.pull.source}"]
     if problem.cost.cluster.local_update is None:
         notes.append("local update free (no `local_update` given)")
@@ -110,7 +118,7 @@ def delay_spec(k: int) -> DelaySpec:
 
 
 def describe(plan: Plan) -> PlanWords | None:
-    """How often new weights come."""
+    """Return the description of a plan with delay: how often new weights arrive."""
     spec = plan.delay
     if spec is None:
         return None
@@ -125,7 +133,7 @@ def describe(plan: Plan) -> PlanWords | None:
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]:
-    """What merging or selecting saves in every push, and what push and pull of a bucket take."""
+    """Return what merging or selecting saves in every push, and the times of each bucket's push and pull."""
     load = StepWork.of(problem, schedule)
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], problem.push.curve)
 
@@ -142,3 +150,42 @@ def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]
                 f"{codec_of(bucket).sent_text()} of {elements:,} elements: {push}, {saved} than whole; {pull}"
             )
     return reasons
+
+
+def notes(problem: Problem, schedule: Schedule, points: Sequence[DelayPoint]) -> list[str]:
+    """Return what readers of a plan with this schedule should know; `points`: what each k would give."""
+    k = delay_of(schedule)
+    times = ", ".join(
+        f"{point.steps}: {ms(point.iteration_us)} ({format_significant(point.closed_form_us / 1000)} by "
+        f"Eq. 4, case {point.case}: {CASES[point.case]})"
+        for point in points
+    )
+    found = [
+        f"delay: gradients are pushed in every step, new weights come after every {f'{k} steps' if k != 1 else 'step'} "
+        f"and are used one step later; in between ranks hold weights of their own",
+        f"mean step by k, simulated: {times}; k = {k} is the smallest within {NEAR:.0%} of the best",
+        f"the optimizer has to be torch.optim.SGD; the first {delay_spec(k).warmup_steps} steps are synchronous",
+        f"reduce-scatter: {problem.push.source}; all-gather: {problem.pull.source}",
+    ]
+    if problem.ranks_per_worker > 1:
+        found.append(
+            f"the worker is the node: its {problem.ranks_per_worker} ranks average their gradients in every step and "
+            f"have the same weights"
+        )
+    lossy = [bucket for bucket in schedule.buckets if not bucket.whole]
+    if lossy:
+        ratio, _ = compression(problem, lossy)
+        found.append(
+            f"pushes of {len(lossy)} of {len(schedule.buckets)} buckets carry their largest elements, one in "
+            f"{ratio:.0f} at the least; each worker holds the rest back and pushes it later; the synchronous steps and "
+            f"the pulls carry everything"
+        )
+    if problem.cost.cluster.local_update is None:
+        found.append(
+            "the local update is taken as free, for the cluster has no `local_update` cost; delay had to pay with "
+            "one as long as the optimizer's update: time it on that machine and add it"
+        )
+    timeline = simulate(problem, schedule)
+    if timeline.error_us > 0.0:
+        found.append(f"steps do not repeat exactly: the mean step may be off by {timeline.error_us:.3g} us")
+    return found

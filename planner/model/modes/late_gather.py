@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
+from planner.documents.text import ms
 from planner.ir import Bucket, Mode, Schedule, format_indices, parse_indices
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
@@ -41,7 +42,7 @@ SHOWN = 2
 
 @dataclass(frozen=True)
 class LateGather(sharded.Sharded):
-    """As `Sharded`, but weights are gathered beside the next forward: in these groups of buckets, in launch order, or
+    """Sharded step whose weights are gathered during the next forward: in groups of buckets, in launch order, or
     (None) each bucket by itself, in the reverse of the schedule's order.
 
     >>> str(LateGather(((3, 2), (1,), (0,))))
@@ -63,12 +64,12 @@ class LateGather(sharded.Sharded):
         return cls(tuple(parse_indices(group)[::-1] for group in match[1].split(";")))
 
     def fitted(self, buckets: int) -> Mode:
-        """The same for a schedule of so many buckets."""
+        """Return the same mode for a schedule of this number of buckets."""
         fits = self.gathers is None or sum(map(len, self.gathers)) == buckets
         return self if fits else LateGather()
 
     def groups(self, buckets: int) -> Groups:
-        """In launch order."""
+        """Return the groups in launch order."""
         return self.gathers or tuple((bucket,) for bucket in reversed(range(buckets)))
 
 
@@ -98,15 +99,15 @@ class Gather(NamedTuple):
 
     buckets: tuple[int, ...]
     need_us: float
-    """How far forward gets without it, in uncontended time."""
+    """Progress of forward at which it is needed, in uncontended time."""
     cost_us: float
-    """On an idle machine."""
+    """Duration on an idle machine."""
     factors: tuple[float, float]
     """(compute, network) while it and forward are both under way."""
 
 
 def gathers_of(problem: Problem, schedule: Schedule) -> list[Gather]:
-    """In launch order."""
+    """Return the gathers of a schedule in launch order."""
     groups = _mode(schedule).groups(len(schedule.buckets))
     members = [_members(schedule, group) for group in groups]
     costs_us = problem.bucket_cost_us(members, partial(sharded.pull_us, problem))
@@ -116,12 +117,12 @@ def gathers_of(problem: Problem, schedule: Schedule) -> list[Gather]:
 
 
 def _members(schedule: Schedule, group: Sequence[int]) -> list[int]:
-    """The gradients whose weights a group of buckets brings, in readiness order."""
+    """Return the gradients of a group of buckets in readiness order."""
     return sorted(gradient for bucket in group for gradient in schedule.buckets[bucket].gradients)
 
 
 def by_need(problem: Problem, schedule: Schedule) -> Schedule:
-    """The same with gathers launched in the order in which forward needs them: no order makes it wait less."""
+    """Return the schedule with gathers launched in the order of forward's needs: no order makes it wait less."""
     gathers = sorted(gathers_of(problem, schedule), key=lambda gather: (gather.need_us, -max(gather.buckets)))
     groups = tuple(gather.buckets for gather in gathers)
     alone = LateGather().groups(len(schedule.buckets))
@@ -141,7 +142,7 @@ def of_stops(buckets: Sequence[int], groups: Sequence[int]) -> Schedule:
 
 
 def group_stops(schedule: Schedule) -> tuple[int, ...]:
-    """One behind the last gradient of each group."""
+    """Return one past the last gradient of each group."""
     groups = _mode(schedule).groups(len(schedule.buckets))
     return tuple(sorted(schedule.buckets[max(group)].gradients[-1] + 1 for group in groups))
 
@@ -160,7 +161,7 @@ def _exchange(problem: Problem, schedule: Schedule) -> Exchange:
 
 
 def forward_end_us(forward_us: float, gathers: Sequence[Gather]) -> float:
-    """When forward ends that waits for weights, of which the first are sent when it begins."""
+    """Return the end of a forward that waits for weights, the first of which are sent when it begins."""
     time_us = progress_us = 0.0
     # Forward gets as far as the first layer that needs what is on its way, or has not been sent.
     stops_us = [gather.need_us for gather in gathers]
@@ -208,13 +209,13 @@ class WindowSpan(StepSpan):
     """A task of one of several steps."""
 
     buckets: tuple[int, ...] = ()
-    """Of a gather, where they are several."""
+    """Buckets of a gather of several."""
     critical: bool = False
     """Whether the length of steps comes from it."""
 
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
-    """Two steps, from the start of a forward; gathers are of the step whose weights they bring."""
+    """Return two steps, from the start of a forward; gathers belong to the step whose weights they bring."""
     ran = run(ops_of(problem, schedule, SHOWN))
     spans = [*_computed(ran), *_sent(problem, schedule, ran)]
     return CycleTimeline(
@@ -273,7 +274,7 @@ def _sent(problem: Problem, schedule: Schedule, ran: Run) -> list[WindowSpan]:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By tasks of three steps."""
+    """Return the shares of kinds of task in three steps."""
     return run(ops_of(problem, schedule, 3)).shares()
 
 
@@ -282,19 +283,29 @@ message_bytes = sharded.message_bytes
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    """Where the costs of both halves come from, and when forward needs weights; whether costs follow from others'."""
+    """Return sources of the costs of both halves and of forward's needs, and whether costs are implied."""
     scatter, gather = problem.reduce_scatter, problem.all_gather
     notes = [f"{REDUCE_SCATTER}: {scatter.source}, {ALL_GATHER}: {gather.source}", described_needs(problem)]
     return notes, scatter.implied or gather.implied
 
 
 def described_needs(problem: Problem) -> str:
-    """Where it comes from when forward needs weights, in words."""
+    """Return the source of the times at which forward needs weights, in words."""
     return f"when forward needs weights: by {needs(problem).source}"
 
 
+def notes(problem: Problem, step: StepPlan) -> list[str]:
+    """Return what late gathers save, for readers who have allowed them."""
+    inside = "" if step.sharded_us is None else f"{ms(step.sharded_us)} where they are gathered inside the step, "
+    return [
+        f"ranks share the optimizer's step, and weights are gathered beside the next forward: predicted "
+        f"{ms(step.late_us or 0.0)} a step, {inside}{ms(step.replicated_us or 0.0)} where every rank updates all "
+        f"weights{sharded.saved_memory(problem, step)}; {described_needs(problem)}"
+    ]
+
+
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The interface that scripts have to know of, and which buckets are gathered together."""
+    """Return the interface that scripts have to know of, and which buckets are gathered together."""
     step = StepPlan(
         sharded=True,
         gather="forward",
@@ -305,7 +316,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> PlanWords | None:
-    """What comes when."""
+    """Return the description of a plan whose weights are gathered during forward."""
     if not plan.gathers:
         return None
     return PlanWords(
@@ -318,7 +329,7 @@ def describe(plan: Plan) -> PlanWords | None:
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
-    """What merging saves in the reduce-scatter of each bucket, what both halves take, and what forward waits for."""
+    """Return what merging saves in each bucket's reduce-scatter, both halves' times, and how long forward waits."""
     members = [bucket.gradients for bucket in schedule.buckets]
     scatter = partial(sharded.push_us, problem)
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], scatter)
@@ -338,7 +349,7 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 
 def _waits_us(timeline: Timeline) -> dict[int, float]:
-    """By the first bucket of each gather, how long forward waits for it."""
+    """Return how long forward waits for each gather, by its first bucket."""
     spans = [span for span in timeline.spans if isinstance(span, StepSpan) and span.step == 0]
     waits_us, before_us = dict[float, float](), 0.0
     for span in spans:
@@ -352,7 +363,7 @@ def _waits_us(timeline: Timeline) -> dict[int, float]:
 
 
 def largest_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Of the messages of a step."""
+    """Return the bytes of a step's largest message."""
     buckets: Sequence[Bucket] = schedule.buckets
     groups = [_members(schedule, group) for group in _mode(schedule).groups(len(buckets))]
     return int(max(problem.bucket_bytes([*(bucket.gradients for bucket in buckets), *groups])))

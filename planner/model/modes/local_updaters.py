@@ -27,12 +27,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
-from planner.documents.text import ms, pluralize
+from planner.documents.text import format_significant, ms, pluralize
 from planner.ir import Mode, Schedule, format_indices, parse_indices
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from runtime.plan import Accuracy, LocalAsyncSpec, Plan, combinations
+from runtime.plan.predicted import UpdatersPoint
 from runtime.plan.timeline import UPDATER, Span, Timeline
 
 DEFAULTS = LocalAsyncSpec(updaters=1)
@@ -40,6 +41,10 @@ DEFAULTS = LocalAsyncSpec(updaters=1)
 
 SHOWN, DRAWN = 4, 32
 """Minibatches of each updater that a timeline shows, and of how many updaters."""
+
+
+GROWTH = 0.03
+"""Share by which each further updater has to raise the throughput."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ class LocalUpdaters(Mode):
 
     count: int
     stops: tuple[int, ...] | None = None
-    """Where blocks end: gradients [0, stops[0]) are the first one (LPP-SGD). None: all update all (LAP-SGD)."""
+    """Ends of blocks: gradients [0, stops[0]) are the first one (LPP-SGD). None: all update all (LAP-SGD)."""
     average_every: int = 1
     """Updates of a rank between averagings in the first half of training."""
     then_every: int = 16
@@ -68,7 +73,7 @@ class LocalUpdaters(Mode):
 
     @property
     def blocks(self) -> tuple[range, ...]:
-        """The gradients of each block; none where all update the full model."""
+        """Gradients of each block; none where all update the full model."""
         stops = self.stops or ()
         return tuple(range(start, stop) for start, stop in pairwise((0, *stops)))
 
@@ -107,7 +112,7 @@ def updaters_of(schedule: Schedule) -> LocalUpdaters:
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """No updaters, no updates between averagings, or blocks that are no partition, empty, or too many."""
+    """Return what is wrong with updaters, averagings or blocks: too few, or blocks that are no partition."""
     updaters = updaters_of(schedule)
     if min(updaters.count, updaters.average_every, updaters.then_every) < 1:
         return "there has to be an updater, and an update between averagings"
@@ -119,7 +124,7 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By what an updater does: it waits for nothing but the minibatch before."""
+    """Return the shares of kinds of task of one updater, which waits for nothing but its previous minibatch."""
     spans = simulate(problem, schedule).on(f"{UPDATER}0")
     total_us = sum(span.duration_us for span in spans) or 1.0
     kinds = dict.fromkeys(span.task.partition(" ")[0] for span in spans)
@@ -130,13 +135,13 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """The whole model as often as it is averaged."""
+    """Return the bytes of the whole model times its averagings."""
     often = averagings_a_minibatch(problem, schedule)
     return {network: often * size for network, size in synchronous.message_bytes(problem, schedule).items()}
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    """Whether throughput was measured, and what is in it."""
+    """Return whether throughput was measured, and what is in it."""
     notes = []
     if problem.profile.local_async is None:
         notes.append("updaters get no more done than one process (throughput not measured)")
@@ -146,7 +151,7 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """LAP-SGD, LPP-SGD or local SGD, with the paper's fractions."""
+    """Return LAP-SGD, LPP-SGD or local SGD, with the paper's fractions."""
     updaters, gradients = updaters_of(schedule), problem.profile.compute.gradients
     blocks = tuple(tuple(gradients[index].name for index in block) for block in updaters.blocks)
     spec = LocalAsyncSpec(
@@ -160,7 +165,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> PlanWords | None:
-    """What updaters share, and how often models are averaged."""
+    """Return the description of a plan: what updaters share, and how often models are averaged."""
     spec = plan.local_async
     if spec is None:
         return None
@@ -179,7 +184,7 @@ def describe(plan: Plan) -> PlanWords | None:
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
-    """What each message is a part of, and what it takes."""
+    """Return of each message what it is a part of, and its time."""
     updaters = updaters_of(schedule)
     times_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets])
     every = f"{pluralize(updaters.average_every, 'update')}, later every {updaters.then_every}"
@@ -189,22 +194,22 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What updaters do with a minibatch, each alone on the device."""
+    """Times of a minibatch's parts, each alone on the device."""
 
     stops: tuple[int, ...]
-    """Where layers end, in gradients."""
+    """Ends of layers, in gradients."""
     before_us: float
-    """What comes before backward: making the minibatch, and forward."""
+    """Time before backward: making the minibatch, and forward."""
     backward: BlockProblem
-    """By layer."""
+    """Times of backward by layer."""
     update_us: tuple[float, ...]
-    """By layer."""
+    """Time of the update by layer."""
     curve: tuple[UpdaterRate, ...]
 
     @classmethod
     @lru_cache(maxsize=8)
     def of(cls, problem: Problem) -> Work:
-        """As measured, else as a step says."""
+        """Return measured work, else what follows from a step."""
         measured = problem.profile.local_async or _assumed(problem)
         inputs = [measured.loss_us, *(layer.grad_input_us for layer in measured.layers[:-1])]
         weights = [layer.grad_weight_us for layer in measured.layers]
@@ -218,11 +223,11 @@ class Work:
 
     @property
     def alone_us(self) -> float:
-        """A minibatch of one updater with a full backward, by its parts."""
+        """Time of a minibatch of one updater with a full backward, by its parts."""
         return self.before_us + self.backward.full_us + sum(self.update_us)
 
     def rate(self, updaters: int) -> UpdaterRate:
-        """Of so many updaters: as measured, or between the numbers that were, and beyond them as of the largest."""
+        """Return the rate of a number of updaters, interpolated between measured ones; constant beyond the largest."""
         counts = [point.updaters for point in self.curve]
 
         def between(values: list[float]) -> float:
@@ -235,7 +240,7 @@ class Work:
         return UpdaterRate(updaters=updaters, minibatch_us=quiet_us, averaging_us=averaging_us)
 
     def partial_us(self, block: range) -> float:
-        """The partial backward of a block, given in gradients; it may begin and end inside of layers."""
+        """Return the partial backward of a block, given in gradients; it may begin and end inside layers."""
         held = list(self._held(block))
         return self.backward.input_us[held[-1][0]] + sum(self.backward.weight_us[at] * share for at, share in held)
 
@@ -243,11 +248,11 @@ class Work:
         return sum(self.update_us[at] * share for at, share in self._held(block))
 
     def saved_us(self, block: range) -> float:
-        """What a minibatch with the block alone saves of one in full: a part of backward, and of the update."""
+        """Return what a minibatch with the block alone saves: a part of backward and of the update."""
         return self.backward.full_us - self.partial_us(block) + sum(self.update_us) - self.block_update_us(block)
 
     def _held(self, block: range) -> Iterator[tuple[int, float]]:
-        """The layers of a block, and which share of their gradients it has."""
+        """Yield the layers of a block and the share of their gradients that it has."""
         before = 0
         for layer, stop in enumerate(self.stops):
             held = len(range(max(before, block.start), min(stop, block.stop)))
@@ -257,7 +262,7 @@ class Work:
 
 
 def _assumed(problem: Problem) -> LocalAsyncProfile:
-    """What a step says: each layer's backward halves, and one updater that keeps the device busy."""
+    """Return what follows from a step: each layer's backward in halves, and one updater that keeps the device busy."""
     gradients, compute = problem.profile.compute.gradients, problem.profile.compute
     elements = max(1, int(problem.numel.sum()))
     layers = []
@@ -282,12 +287,12 @@ def _assumed(problem: Problem) -> LocalAsyncProfile:
 
 
 def averaging_us(problem: Problem, schedule: Schedule) -> float:
-    """How long the messages of an averaging take, beside updaters unless these wait; 0 on one rank."""
+    """Return the time of an averaging's messages, during updates unless updaters wait; 0 on one rank."""
     return sum(_messages_us(problem, schedule))
 
 
 def _messages_us(problem: Problem, schedule: Schedule) -> list[float]:
-    """By bucket; none on one rank."""
+    """Return the time of each bucket's message; none on one rank."""
     if problem.ranks == 1:
         return []
     buckets = [bucket.gradients for bucket in schedule.buckets]
@@ -298,13 +303,13 @@ def _messages_us(problem: Problem, schedule: Schedule) -> list[float]:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    """A rank's mean time for a minibatch, over a whole training."""
+    """Return a rank's mean time for a minibatch, over a whole training."""
     updaters = updaters_of(schedule)
     return sum(share * _phase_us(problem, schedule, every, partial) for share, every, partial in phases(updaters))
 
 
 def phases(updaters: LocalUpdaters) -> Iterator[tuple[float, int, bool]]:
-    """(share of all minibatches, updates between averagings, whether blocks alternate) as training goes on."""
+    """Yield (share of all minibatches, updates between averagings, whether blocks alternate) as training proceeds."""
     first_partial = DEFAULTS.full_fraction if updaters.stops is not None else 1.0
     switch = DEFAULTS.switch_fraction
     edges = sorted({0.0, first_partial, switch, 1.0})
@@ -331,13 +336,13 @@ def _phase_us(problem: Problem, schedule: Schedule, every: int, partial: bool) -
 
 
 def batch_prep_us(problem: Problem) -> float:
-    """What a rank takes to make one minibatch: a part of what was measured of updaters, and of no step."""
+    """Return a rank's time to make one minibatch, which is part of measured updaters and of no step."""
     measured = problem.profile.local_async
     return 0.0 if measured is None else measured.batch_us
 
 
 def averagings_a_minibatch(problem: Problem, schedule: Schedule) -> float:
-    """How often a rank's model is averaged for each of its minibatches, in the whole training."""
+    """Return the averagings of a rank's model for each of its minibatches, over a whole training."""
     updaters, sent_us, often = updaters_of(schedule), averaging_us(problem, schedule), 0.0
     if problem.ranks == 1:
         return 0.0
@@ -348,7 +353,7 @@ def averagings_a_minibatch(problem: Problem, schedule: Schedule) -> float:
 
 
 def speed_up(problem: Problem, updaters: LocalUpdaters) -> float:
-    """How many minibatches a rank gets through in the time of one, where full backwards alternate with partial ones."""
+    """Return the speed-up of minibatches where full backwards alternate with partial ones."""
     work = Work.of(problem)
     if updaters.stops is None:
         return 1.0
@@ -360,7 +365,7 @@ def speed_up(problem: Problem, updaters: LocalUpdaters) -> float:
 
 
 def saved_backwards(problem: Problem, updaters: LocalUpdaters) -> float:
-    """What one partial backward of each updater saves in all, in full backwards."""
+    """Return what one partial backward of each updater saves in all, in full backwards."""
     work = Work.of(problem)
     full_us = work.backward.full_us
     sharing = updaters_per_block(updaters.count, max(1, len(updaters.blocks)))
@@ -370,12 +375,12 @@ def saved_backwards(problem: Problem, updaters: LocalUpdaters) -> float:
 
 
 def closed_form_saved_backwards(updaters: int) -> float:
-    """The same by the paper's count: block i of c equal ones costs i/c of a full backward, so c of them (c + 1)/2."""
+    """Return it by the paper's count: block i of c equal ones costs i/c of a full backward, so c of them (c + 1)/2."""
     return (updaters - 1) / 2.0
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
-    """Some minibatches of each updater in the last part of training, and averagings beside them.
+    """Return some minibatches of each updater in the last part of training, and concurrent averagings.
 
     `iteration_us` is that of the whole training. Updaters are drawn as if they shared the device evenly.
     """
@@ -416,7 +421,7 @@ def _drawn(work: Work, resource: str, block: range | None, stretch: float) -> It
 
 
 def _averagings(problem: Problem, schedule: Schedule, every: int, until_us: float) -> Iterator[Span]:
-    """The messages of averagings as often as updates allow; the last may end after the minibatches that are shown."""
+    """Yield the messages of averagings as often as updates allow; the last may end after the minibatches shown."""
     times_us, at_us = _messages_us(problem, schedule), 0.0
     pause_us = max(sum(times_us), every * _phase_us(problem, schedule, every, False))
     while pause_us > 0.0 and times_us and at_us < until_us:
@@ -430,15 +435,15 @@ def _averagings(problem: Problem, schedule: Schedule, every: int, until_us: floa
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProblem:
-    """What backward spends on layers, in readiness order."""
+    """Times of backward by layer, in readiness order."""
 
     input_us: Sequence[float]
-    """To have come down to each layer, from the loss on; never decreasing."""
+    """Time to reach each layer from the loss; never decreasing."""
     weight_us: Sequence[float]
-    """On each layer's gradients of weights."""
+    """Time of each layer's gradients of weights."""
 
     def cost_us(self, start: int, stop: int) -> float:
-        """The partial backward of the block [start, stop)."""
+        """Return the partial backward of the block [start, stop)."""
         return self.input_us[stop - 1] + sum(self.weight_us[start:stop])
 
     @property
@@ -447,5 +452,54 @@ class BlockProblem:
 
 
 def updaters_per_block(updaters: int, blocks: int) -> list[int]:
-    """How many updaters each block has: updater i has block i modulo their number."""
+    """Return the number of updaters of each block: updater i has block i modulo their number."""
     return [(updaters - block - 1) // blocks + 1 for block in range(blocks)]
+
+
+def notes(problem: Problem, schedule: Schedule, points: Sequence[UpdatersPoint], exact_us: float) -> list[str]:
+    """Return what readers of a plan with this schedule should know.
+
+    Args:
+        problem: the step.
+        schedule: local updaters.
+        points: what each number of updaters would give.
+        exact_us: a minibatch of a rank, its preparation included, with the best plan that synchronizes in every step.
+    """
+    updaters, found_us = updaters_of(schedule), step_us(problem, schedule)
+    samples = problem.profile.world.batch_per_rank  # where the profile says how many a minibatch has
+    rates = [
+        f"{problem.ranks * (samples or 1) * 1e6 / time_us:,.4g} {'samples' if samples else 'minibatches'}/s"
+        for time_us in (found_us, exact_us)
+    ]
+    found = [
+        f"{pluralize(updaters.count, 'updater')} of each rank share its model without locks, and ranks average their "
+        f"models beside them; a step here is what a rank takes for a minibatch",
+        f"predicted {rates[0]} from all ranks; the best plan that synchronizes in every step: {rates[1]}",
+        "a rank's time for a minibatch by updaters, LAP-SGD and LPP-SGD: "
+        + ", ".join(
+            f"{point.updaters}: {format_significant(point.lap_us / 1000)} and {ms(point.lpp_us)}"
+            f"{'' if point.fits else ' (more than fits into memory)'}"
+            for point in points
+        )
+        + f"; each updater has to bring {GROWTH:.0%} more",
+    ]
+    if batch_prep_us(problem) > 0.0:
+        found.append(
+            f"making a minibatch takes a rank {ms(batch_prep_us(problem))}: it is in the times of "
+            f"updaters, and added to the step of the plan that they are compared with"
+        )
+    if updaters.stops is not None:
+        work = Work.of(problem)
+        parts = ", ".join(f"{work.partial_us(block) / work.backward.full_us:.0%}" for block in updaters.blocks)
+        saved, closed = saved_backwards(problem, updaters), closed_form_saved_backwards(updaters.count)
+        found.append(
+            f"after the first tenth every other minibatch updates a block only: "
+            f"{pluralize(len(updaters.blocks), 'block')} whose partial backwards take {parts} of a full one; one of "
+            f"each updater saves {saved:.2f} full backwards, where (c − 1)/2 = {closed:.2f} would be saved with blocks "
+            f"that cost alike"
+        )
+    found.append(
+        "what updaters cost in accuracy was measured with torch.optim.SGD: they are offered with no other optimizer; "
+        "`planner run` trains so, and `runtime.local_async.run_local_async` in a script"
+    )
+    return found

@@ -9,7 +9,7 @@ are taken to be later than alone by as much as those are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -18,18 +18,23 @@ from numpy.typing import NDArray
 
 from planner.cost.curve import CostCurve
 from planner.cost.halves import REDUCE_SCATTER
-from planner.ir import Bucket, Mode, Schedule
+from planner.documents.text import mib, ms
+from planner.ir import GAIN, Bucket, Mode, Schedule
 from planner.model.engine import run
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, merging, push_and_pull
 from planner.model.step import Exchange, exchange_step_us, exchange_timeline
 from planner.model.step_ops import step_ops
+from runtime.pages import page
 from runtime.plan import Plan, StepPlan, UpdatePlan, combinations
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.timeline import Timeline
 
 Sizes = NDArray[np.float64]
+
+ASK = f"some lines that work with DDP then do not: {page('concepts/sharded-step')}, --allow {SHARDED_STEP}"
+SMALLER = "take more ranks, or a smaller batch"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def exchange(problem: Problem, schedule: Schedule) -> Exchange:
-    """What ranks send of each bucket, beside backward and behind the update of their parts."""
+    """Return the messages of each bucket, during backward and after the update of parts."""
     return Exchange(
         collectives=[REDUCE_SCATTER] * len(schedule.buckets),
         costs_us=message_costs_us(problem, schedule.buckets),
@@ -78,18 +83,18 @@ message_bytes, defect, assumptions = synchronous.message_bytes, synchronous.defe
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The interface that scripts have to know of, and what gathering weights takes."""
+    """Return the interface that scripts have to know, and the time of gathering weights."""
     step = StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets)))
     return {"interface": (SHARDED_STEP,), "updates": UpdatePlan(step=step)}
 
 
 def describe(plan: Plan) -> PlanWords | None:
-    """Both collectives of a bucket."""
+    """Return the description of a plan: both collectives of a bucket."""
     return PlanWords(form="reduce_scatter, all_gather") if plan.sharded and not plan.gathers else None
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
-    """What merging saves in the reduce-scatter of each bucket, and what both halves take."""
+    """Return what merging saves in each bucket's reduce-scatter, and both halves' times."""
     alone_us = _pushed_us(problem, [(gradient,) for gradient in range(problem.count)])
     pushes_us = _pushed_us(problem, [bucket.gradients for bucket in schedule.buckets])
     return [
@@ -99,12 +104,12 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 
 def can_share(problem: Problem) -> bool:
-    """Whether the optimizer is known to treat every element by itself, and there are ranks to share its step."""
+    """Return whether the optimizer is known to be elementwise and there are ranks to share its step."""
     return not_shared_reason(problem) is None
 
 
 def not_shared_reason(problem: Problem) -> str | None:
-    """Why ranks cannot share the optimizer's step, and what would change that; None where they can."""
+    """Return why ranks cannot share the optimizer's step, and what would change that; None where they can."""
     optimizer = problem.profile.compute.optimizer
     if problem.ranks == 1:
         return "one rank alone has nobody to share the optimizer's step with"
@@ -124,22 +129,22 @@ def not_shared_reason(problem: Problem) -> str | None:
 
 
 def costs_known(problem: Problem) -> bool:
-    """Whether somebody has said what a reduce-scatter and an all-gather take."""
+    """Return whether the costs of a reduce-scatter and an all-gather are known."""
     return not (problem.reduce_scatter.implied or problem.all_gather.implied)
 
 
 def push_us(problem: Problem, sizes: Sizes) -> Sizes:
-    """A reduce-scatter in a step, by the size of the message."""
+    """Return the time of a reduce-scatter in a step, by the size of the message."""
     return np.asarray(problem.reduce_scatter.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
 
 
 def pull_us(problem: Problem, sizes: Sizes) -> Sizes:
-    """An all-gather behind the update."""
+    """Return the time of an all-gather after the update."""
     return np.asarray(problem.all_gather.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
 
 
 def _at_least(problem: Problem, sizes: Sizes) -> Sizes:
-    """What makes both halves together take what the all-reduce does: they send the same bytes.
+    """Return factors with which both halves take at least the all-reduce's time: they send the same bytes.
 
     Where each was measured for itself they may seem to take less: a link that has idled lets a first burst through.
     """
@@ -158,20 +163,20 @@ def _late_us(problem: Problem, sizes: Sizes) -> Sizes:
 
 @lru_cache(maxsize=8)
 def _alone(problem: Problem) -> CostCurve | None:
-    """The all-reduce as measured when nothing else is on its way, as the halves are."""
+    """Return the all-reduce as measured alone, as the halves are."""
     samples = (problem.cost.cluster.samples or {}).get("all_reduce")
     return None if samples is None else CostCurve.from_samples(samples)
 
 
 def message_costs_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
-    """Of each bucket beside backward: its reduce-scatter, and behind the last one flags of which gradients came."""
+    """Return each bucket's reduce-scatter time; the last includes the flags of used gradients."""
     costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets])
     costs_us[-1] += flags_us(problem)
     return costs_us
 
 
 def flags_us(problem: Problem) -> float:
-    """The message behind the last bucket."""
+    """Return the time of the message after the last bucket."""
     return problem.all_gather.curve.at(float(problem.ranks * problem.count))
 
 
@@ -180,7 +185,7 @@ def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> list[float
 
 
 def gathers_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
-    """The all-gather of each bucket's weights."""
+    """Return the time of the all-gather of each bucket's weights."""
     return problem.bucket_cost_us([bucket.gradients for bucket in buckets], lambda sizes: pull_us(problem, sizes))
 
 
@@ -189,7 +194,7 @@ def own_update_us(problem: Problem) -> float:
 
 
 def replicated_bytes(problem: Problem) -> int | None:
-    """What a rank holds of weights, gradients, state and known activations; None where the state is not known."""
+    """Return a rank's bytes of weights, gradients, state and known activations; None if the state is unknown."""
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
@@ -197,19 +202,13 @@ def replicated_bytes(problem: Problem) -> int | None:
 
 
 def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
-    """The same where ranks share the step: a part of the state, and memory that the largest message comes in."""
+    """Return the same with a sharded step: a part of the state, and a buffer of the largest message."""
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
     largest = max(problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets]))
     state_bytes = -(-optimizer.state_bytes // problem.ranks)
     return 2 * int(problem.size_bytes.sum()) + state_bytes + int(largest) + _activation_bytes(problem)
-
-
-def saves_memory(problem: Problem, schedule: Schedule) -> bool:
-    """Whether a rank needs less where the step is shared: not where the largest message takes more than state does."""
-    shared, whole = sharded_bytes(problem, schedule), replicated_bytes(problem)
-    return shared is not None and whole is not None and shared < whole
 
 
 def _activation_bytes(problem: Problem) -> int:
@@ -220,5 +219,114 @@ def _activation_bytes(problem: Problem) -> int:
 
 
 def memory_bytes(problem: Problem, given_mib: float = 0.0) -> int | None:
-    """What a rank has: as given, or as the profile says; None where nobody says."""
+    """Return the memory of a rank, as given or else as in the profile; None where neither has it."""
     return int(given_mib * 2**20) or problem.profile.world.memory_bytes
+
+
+def needs_more_memory(problem: Problem, given_mib: float = 0.0) -> bool:
+    """Return whether a rank that updates all weights needs more memory than it has."""
+    return _exceeds(replicated_bytes(problem), memory_bytes(problem, given_mib))
+
+
+def unused_limit_reason(problem: Problem) -> str:
+    """Return why a limit of memory decides nothing; empty where it may."""
+    if (reason := not_shared_reason(problem)) is not None:
+        return reason
+    optimizer = problem.profile.compute.optimizer
+    if optimizer is not None and optimizer.state_bytes is None:
+        return "the profile does not say what the optimizer keeps: profile again"
+    return ""
+
+
+def notes(problem: Problem, step: StepPlan | None) -> list[str]:
+    """Return why the step is sharded, or why not, for readers who have allowed it."""
+    reason = not_shared_reason(problem)
+    if reason is not None and problem.ranks > 1:
+        return [f"ranks do not share the optimizer's step, as they may: {reason}"]
+    if step is None or step.sharded_us is None or step.replicated_us is None:
+        return [] if step is None else _not_late(step)
+    memory = saved_memory(problem, step)
+    if not step.sharded:
+        found = [f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be "
+                 f"{GAIN:.0%} shorter{memory}", *_not_late(step)]  # fmt: skip
+        return [*found, too_large_note(step)] if _exceeds(step.replicated_bytes, step.memory_bytes) else found
+    name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
+    demanded = _exceeds(step.replicated_bytes, step.memory_bytes) and _saves(step)
+    found = [
+        f"ranks share the step of {name} (as ZeRO-1): {'memory demands it, ' if demanded else ''}predicted "
+        f"{ms(step.sharded_us)} a step, {ms(step.replicated_us)} where every rank updates all weights, of it "
+        f"{ms(step.gather_us or 0.0)} to gather weights{memory}",
+    ]
+    if step.memory_bytes is not None and _exceeds(step.sharded_bytes, step.memory_bytes):
+        found.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {SMALLER}")
+    return found + _not_late(step)
+
+
+def gain_note(problem: Problem, step: StepPlan, own_us: float) -> list[str]:
+    """Return what a sharded step would gain over a plan's of `own_us` if it were allowed."""
+    if step.sharded_us is None:
+        return []
+    if _exceeds(step.replicated_bytes, step.memory_bytes):
+        return [too_large_note(replace(step, replicated_us=own_us))]
+    if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
+        return []
+    memory = f", and {_memory(step)}" if _saves(step) else ""
+    return [
+        f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead of "
+        f"{ms(own_us)}{memory}; {ASK}"
+    ]
+
+
+def too_large_note(step: StepPlan) -> str:
+    """Return that a plan does not fit into a rank's memory, and whether a sharded step would."""
+    has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
+    text = f"a rank needs {mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
+    text += f"the {mib(has)} that it has"
+    if not _saves(step):
+        return f"{text}: {SMALLER}"
+    if shared > has:
+        return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {SMALLER}"
+    text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
+    return f"{text}; {ASK}"
+
+
+def memory_demands(step: StepPlan) -> bool:
+    """Return whether a rank needs more memory than it has to update all weights, and less with a sharded step."""
+    shared, whole = step.sharded_bytes, step.replicated_bytes
+    return _exceeds(whole, step.memory_bytes) and _exceeds(whole, shared)
+
+
+def saved_memory(problem: Problem, step: StepPlan) -> str:
+    """Return the end of a note: memory that sharding saves, and that its costs were not measured."""
+    implied = "" if costs_known(problem) else "; reduce-scatter and all-gather were not measured: profile again"
+    return (f"; {_memory(step)}" if _saves(step) else "") + implied
+
+
+def _exceeds(needed_bytes: int | None, limit_bytes: int | None) -> bool:
+    return needed_bytes is not None and limit_bytes is not None and needed_bytes > limit_bytes
+
+
+def _saves(step: StepPlan) -> bool:
+    """Return whether a sharded step needs less memory, by the digits that are printed."""
+    shared, whole = step.sharded_bytes, step.replicated_bytes
+    return shared is not None and whole is not None and shared < whole and mib(shared) != mib(whole)
+
+
+def _memory(step: StepPlan) -> str:
+    shared, whole = mib(step.sharded_bytes or 0), mib(step.replicated_bytes or 0)
+    return f"{shared} for weights, gradients, state and known activations instead of {whole}"
+
+
+def _times(step: StepPlan) -> str:
+    shared, whole = ms(step.sharded_us or 0.0), ms(step.replicated_us or 0.0)
+    return f"predicted {shared} a step, as now" if shared == whole else f"predicted {shared} a step, {whole} as now"
+
+
+def _not_late(step: StepPlan) -> list[str]:
+    """Return that weights are not gathered during the next forward, if they might be."""
+    if step.late_us is None:
+        return []
+    return [
+        f"weights are not gathered beside the next forward, as they may: that is predicted {ms(step.late_us)} a step, "
+        f"and has to be {GAIN:.0%} shorter"
+    ]

@@ -26,7 +26,7 @@ from runtime.plan.timeline import Span, Timeline
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """None: there is nothing to be wrong."""
+    """Return None: any schedule is sound."""
     return None
 
 
@@ -86,7 +86,7 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    """Nothing beyond what the all-reduce rests on."""
+    """Return no assumptions beyond the all-reduce's."""
     return [], False
 
 
@@ -95,13 +95,13 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> PlanWords:
-    """Nothing that a plan does not say by itself."""
+    """Return an empty description."""
     return PlanWords()
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
-    """What merging saves on the link, and what a bucket waits for; of a sparse one how much is sent, and what that
-    saves; of one with phases what each kind of link carries.
+    """Return what merging saves on the link and what a bucket waits for; of a sparse one how much is sent, and what
+    that saves; of one with phases what each kind of link carries.
     """
     spans = timeline.on("network")
     computes = not all(bucket.whole for bucket in schedule.buckets)

@@ -1,21 +1,16 @@
-"""Collectives that a bucket can be sent by. `COLLECTIVES`, `PHASED` and `NARROW_PHASED` are the only lists of them."""
+"""Collectives that a bucket can be sent by. `COLLECTIVES` and `PHASED` are the only lists of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from runtime.comm.collectives.direct import (
-    factored_all_reduce,
-    library_all_reduce,
-    naive_all_gather,
-    narrowed_all_reduce,
-    sparse_flat,
-)
+from runtime.comm.collectives.direct import by_message, library_all_reduce, naive_all_gather
 from runtime.comm.collectives.phases import Phase, Works
-from runtime.comm.collectives.shards import hitopk_phases, narrow_torus_phases
+from runtime.comm.collectives.shards import shard_phases
 from runtime.comm.collectives.torus_2d import torus_2d_phases
 from runtime.comm.collectives.tree import tree_phases
 from runtime.comm.topology import Topology
@@ -32,46 +27,45 @@ over ranks), `runtime.comm.collectives.direct.Packed` (its `gathered` becomes ev
 COLLECTIVES: Mapping[Transport, Collective] = {
     LIBRARY: library_all_reduce,
     NATIVE: library_all_reduce,
-    TWO_SHOT: narrowed_all_reduce,
-    FLAT: sparse_flat,
+    TWO_SHOT: by_message,
+    FLAT: by_message,
     NAIVE_ALL_GATHER: naive_all_gather,
 }
 """Registry: transport → implementation. Add one here and the contract test covers it."""
 
-BY_COMPRESSOR: Mapping[str, Collective] = {"wire": narrowed_all_reduce, "powersgd": factored_all_reduce}
-"""Compressor → what the library's all-reduce means for its buckets."""
-
 PHASED: Mapping[Transport, Callable[[Topology], tuple[Phase, ...]]] = {
     TORUS_2D: torus_2d_phases,
     TREE: tree_phases,
-    HITOPK: hitopk_phases,
+    HITOPK: partial(shard_phases, "all_gather"),
 }
 """Registry of those that a thread of ours carries (`runtime.comm.phased_communicator`): several phases, or sends and
 receives. Each gives its phases in order; other buckets' phases may come between them."""
 
-NARROW_PHASED: Mapping[Transport, Callable[[Topology], tuple[Phase, ...]]] = {TORUS_2D: narrow_torus_phases}
-"""Those of `PHASED` that also send a bucket in a narrow format between nodes alone, and what carries it then."""
+
+def is_known(transport: Transport) -> bool:
+    """Return whether a transport can be executed."""
+    return transport in COLLECTIVES or transport in PHASED
 
 
 def collective_of(bucket: PlanBucket) -> Collective:
-    """Return what carries a bucket of a collective that is not `PHASED`."""
-    own = BY_COMPRESSOR.get(bucket.compressor.name) if bucket.transport == LIBRARY else None
-    return own or COLLECTIVES[bucket.transport]
+    """Return the collective of a bucket whose transport is not `PHASED`; encoded messages know their all-reduce."""
+    encoded = bucket.transport == LIBRARY and not bucket.dense
+    return by_message if encoded else COLLECTIVES[bucket.transport]
 
 
 def is_narrow_between(bucket: PlanBucket) -> bool:
     """Return whether a bucket is in a narrow format, and on the links between nodes alone."""
-    return not bucket.dense and bucket.transport in NARROW_PHASED
+    return not bucket.dense and bucket.transport.hierarchical and not bucket.transport.sparse
 
 
 def phases_in(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...] | None:
     """Return the phases of a bucket of a collective that is `PHASED`; None of another one."""
-    phases = (NARROW_PHASED if is_narrow_between(bucket) else PHASED).get(bucket.transport)
+    phases = partial(shard_phases, "all_reduce") if is_narrow_between(bucket) else PHASED.get(bucket.transport)
     return None if phases is None else phases(topology)
 
 
 def asks_for_nodes(plan: Plan) -> bool:
-    """Return whether the plan, or its fallback, has collectives on two kinds of link."""
+    """Return whether the plan, or its fallback, has hierarchical collectives."""
     return any(bucket.transport.hierarchical for bucket in plan.buckets) or (
         plan.fallback is not None and asks_for_nodes(plan.fallback)
     )

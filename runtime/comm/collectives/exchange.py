@@ -1,6 +1,6 @@
 """All-to-all, and what two ranks gather, over gloo: sends and receives, receives first.
 
-A sender over gloo is told that its receiver is ready on the connection that carries data the other way. Gloo's own
+A sender over gloo learns that its receiver is ready on the connection that carries data the other way. Gloo's own
 all-to-all begins to send before all its receives are known, so that some of these words wait behind data and links
 idle: of the 25 MB/s of four hosts at 200 Mbit/s it reaches 19, and this 24. So do large gathers of two ranks, which are
 each other's neighbours on both sides: they take half as long again.
@@ -20,7 +20,9 @@ from torch import Tensor
 from runtime.torch_compat import all_gather_on, all_to_all_single, backend_of, receive, send, wait_for
 
 LEAST_BYTES = 2**18
-"""Of the largest part. Smaller ones are soon under way, and the thread that waits for ours costs half a millisecond."""
+"""Bytes of the largest part from which on this is used. Smaller ones are soon under way, and the thread that waits for
+ours costs half a millisecond.
+"""
 
 
 def exchange(
@@ -60,9 +62,9 @@ def _pays(size_bytes: int, sent: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 class _Exchange:
-    """Sends and receives that have begun. Gloo tells nobody when one has ended, so a thread waits where that is asked.
+    """Sends and receives that have begun. Gloo has no callback for their end, so a thread waits if one is needed.
 
-    A thread of its own: those who wait for one exchange must not keep another from going on.
+    A thread of its own: waiting for one exchange must not hold up another.
     """
 
     def __init__(self, received: Sequence[Tensor], given: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -76,7 +78,7 @@ class _Exchange:
         self._over = threading.Event()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As of a `dist.Work`; called before `wait`, if at all."""
+        """Return a future, as `dist.Work` does; called before `wait`, if at all."""
         if self._future is None:
             self._future = torch.futures.Future()
             threading.Thread(target=self._carry, args=(self._future,), name="planner exchange", daemon=True).start()
@@ -85,7 +87,7 @@ class _Exchange:
     def _carry(self, future: torch.futures.Future[Any]) -> None:
         try:
             self._wait()  # no longer than the group's own deadline
-        except Exception as error:  # nobody else hears of it on this thread
+        except Exception as error:  # no caller sees it on this thread
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -96,11 +98,11 @@ class _Exchange:
             wait_for(work, limit)
 
     def is_completed(self) -> bool:
-        """As of a `dist.Work` whose future was asked for."""
+        """Return whether all of it has ended, as `dist.Work` does whose future was asked for."""
         return self._over.is_set()
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        """As of a `dist.Work`."""
+        """Block until all of it has ended, as `dist.Work` does. Raises DistBackendError: it did not end in time."""
         if self._future is None:
             self._wait(limit)
             return True

@@ -15,12 +15,12 @@ from runtime.comm.topology import LinkName, Topology
 from runtime.comm.world import Grid
 
 Works = Iterator[dist.Work]
-"""What a phase starts, one after the other: the generator goes on when the work that it has given has ended."""
+"""Works of a phase, started one after the other: the generator is resumed when the work that it yielded has ended."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One step of a collective on one kind of link."""
+    """One step of a collective, on intra-node or inter-node links."""
 
     name: str
     """`reduce_scatter`, `all_reduce` or `all_gather`."""
@@ -30,33 +30,33 @@ class Phase:
 
 
 class Vector(Protocol):
-    """What a dense collective gets."""
+    """Message of a dense collective."""
 
     flat: Tensor
     """1-D; becomes the sum over ranks."""
     scratch: Any
-    """What the collective keeps from step to step."""
+    """Memory that the collective keeps from step to step."""
 
 
 def present(phases: Sequence[Phase], topology: Topology) -> tuple[Phase, ...]:
-    """Of the phases of a collective, those in which more than one rank takes part."""
+    """Return the phases of a collective in which more than one rank takes part."""
     many = {"intra": topology.ranks_per_node > 1, "inter": topology.num_nodes > 1}
     return tuple(phase for phase in phases if many[phase.link])
 
 
 def share_of(numel: int, parts: int) -> int:
-    """Elements of each part of a vector that is divided: the last parts may have fewer, or none."""
+    """Return the elements of each part of a divided vector: the last parts may have fewer, or none."""
     return -(-numel // parts)
 
 
 def bounds(numel: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, stop) of one part."""
+    """Return (start, stop) of one part."""
     share = share_of(numel, parts)
     return min(numel, part * share), min(numel, (part + 1) * share)
 
 
 def reduce_scatter(vector: Tensor, received: Tensor, out: Tensor, group: dist.ProcessGroup) -> Works:
-    """`out` becomes this rank's part of the sum of all ranks' vectors, which are added up in order of rank.
+    """Fill `out` with this rank's part of the sum of all ranks' vectors, which are added up in order of rank.
 
     Libraries' own reduce-scatters can take several times as long, and add up in an order of their own.
 
@@ -76,19 +76,21 @@ def reduce_scatter(vector: Tensor, received: Tensor, out: Tensor, group: dist.Pr
 
 
 def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
-    """Part r of `given` (1-D, ranks · n) goes to rank r; `received` (likewise) becomes what ranks gave this one."""
+    """Send part r of `given` (1-D, ranks · n) to rank r; fill `received` (of the same shape) with the parts for this
+    rank.
+    """
     given_bytes, ranks = given.view(torch.uint8), group.size()
     each = [given_bytes.numel() // ranks] * ranks
     yield exchange(received.view(torch.uint8), given_bytes, each, each, group)
 
 
 def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
-    """`whole` (1-D, ranks · n) becomes every rank's `part` (1-D, n), one after the other."""
+    """Fill `whole` (1-D, ranks · n) with every rank's `part` (1-D, n), one after the other."""
     yield all_gather(whole, part, group)
 
 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
-    """`out` becomes the sum of the rows, which have its shape, in their order and in its dtype; it is none of them."""
+    """Fill `out`, which is none of them, with the sum of the rows of its shape, in their order and in its dtype."""
     first = 2 if len(rows) > 1 and rows[0].dtype == out.dtype else 1
     if first == 2:
         torch.add(rows[0], rows[1], out=out)  # one pass less

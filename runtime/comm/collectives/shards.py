@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.direct import Narrowed, Packed, narrowed_all_reduce, sparse_flat
+from runtime.comm.collectives.direct import Narrowed, Packed
 from runtime.comm.collectives.phases import Phase, Works, gather, present, reduce_scatter
 from runtime.comm.topology import Topology
 from runtime.comm.world import Grid
@@ -26,7 +24,7 @@ from runtime.comm.world import Grid
 
 @dataclass(eq=False)
 class Shard:
-    """What a bucket gives, and the memory for what comes back."""
+    """A bucket's message, and the memory for what is received."""
 
     vector: Tensor
     """This rank's gradients, 1-D."""
@@ -35,13 +33,13 @@ class Shard:
     summed: Tensor
     """Their sum. Shape (elements,)."""
     tail: Tensor
-    """What is sent behind the gradients. Shape (tail,)."""
+    """Small integers that are sent behind the gradients. Shape (tail,)."""
     tails: Tensor
-    """That of every rank of the node. Shape (ranks of the node, tail)."""
+    """Tails of all ranks of the node. Shape (ranks of the node, tail)."""
     between: Packed | Narrowed
-    """What is sent between the ranks of one place: the shard, and the tail of the node."""
+    """Message to the ranks of the cross-node group: the shard, and the tail of the node."""
     own: Tensor
-    """What the ranks of the node need of this shard: its sum over all nodes, or what makes it up."""
+    """Part of this rank that the node's ranks gather: the sum of the shard over all nodes, or its selected elements."""
     whole: Tensor
     """Every shard's, one after the other."""
     fill: Callable[[], None]
@@ -50,27 +48,17 @@ class Shard:
     """Fills `own` when `between` has come."""
 
 
-def hitopk_phases(topology: Topology) -> tuple[Phase, ...]:
-    """The phases of HiTopKComm; what is selected is `runtime.sparse.hitopk`'s affair."""
-    return _phases("all_gather", sparse_flat, topology)
-
-
-def narrow_torus_phases(topology: Topology) -> tuple[Phase, ...]:
-    """The phases of the 2D torus with narrow dtypes between nodes; see `runtime.sparse.narrow_torus`."""
-    return _phases("all_reduce", narrowed_all_reduce, topology)
-
-
-def _phases(name: str, carry: Callable[[Any, dist.ProcessGroup], Works], topology: Topology) -> tuple[Phase, ...]:
-    """`carry`: what takes a shard's `between` over all nodes."""
-
-    def exchange(message: Shard, grid: Grid) -> Works:
-        group = grid.between.group
-        assert group is not None
-        yield from carry(message.between, group)
-        message.add_nodes()
-
-    first, second = Phase("reduce_scatter", "intra", _scatter), Phase(name, "inter", exchange)
+def shard_phases(name: str, topology: Topology) -> tuple[Phase, ...]:
+    """Return the phases of messages that are `Shard`s; `name`: of the phase between nodes."""
+    first, second = Phase("reduce_scatter", "intra", _scatter), Phase(name, "inter", _exchange)
     return present([first, second, Phase("all_gather", "intra", _gather)], topology)
+
+
+def _exchange(message: Shard, grid: Grid) -> Works:
+    group = grid.between.group
+    assert group is not None
+    yield from message.between.phases(group)
+    message.add_nodes()
 
 
 def _scatter(message: Shard, grid: Grid) -> Works:

@@ -15,7 +15,7 @@ from runtime.comm.world import Grid
 
 
 def torus_2d_phases(topology: Topology) -> tuple[Phase, ...]:
-    """The phases of the 2D torus. Shards divide a message evenly but for the last ones."""
+    """Return the phases of the 2D torus. Shards divide a message evenly but for the last ones."""
     first, second = Phase("reduce_scatter", "intra", _scatter), Phase("all_reduce", "inter", _all_reduce)
     return present([first, second, Phase("all_gather", "intra", _gather)], topology)
 

@@ -38,7 +38,7 @@ Rounds = tuple[tuple[Transfer, ...], ...]
 
 
 def parent_of(rank: int, ranks: int) -> int | None:
-    """In the first tree, in which odd ranks are leaves; None for its root, which is rank 0."""
+    """Return a rank's parent in the first tree, in which odd ranks are leaves; None for its root, which is rank 0."""
     if rank == 0:
         return None
     lowest = rank & -rank
@@ -47,7 +47,9 @@ def parent_of(rank: int, ranks: int) -> int | None:
 
 
 def parents(ranks: int, tree: int) -> list[int | None]:
-    """Each rank's parent in the first (0) tree or the second (1), in which even ranks are leaves where they can be."""
+    """Return each rank's parent in the first (0) tree or the second (1), in which even ranks are leaves where they can
+    be.
+    """
     if tree == 0:
         return [parent_of(rank, ranks) for rank in range(ranks)]
     # The mirror image has other leaves where ranks are even; where they are odd, all move on by one.
@@ -59,7 +61,7 @@ def parents(ranks: int, tree: int) -> list[int | None]:
 
 @cache
 def tree_rounds(ranks: int, chunks: int) -> Rounds:
-    """Who sends what when. Chunks go up before they come down, earlier ones before later ones."""
+    """Return the rounds of all transfers. Chunks go up before they come down, earlier ones before later ones."""
     waits: dict[Transfer, tuple[Transfer, ...]] = {}
     for chunk in range(chunks):
         waits |= _transfers(parents(ranks, chunk % 2), chunk)
@@ -83,7 +85,7 @@ def tree_rounds(ranks: int, chunks: int) -> Rounds:
 
 
 def _transfers(above: Sequence[int | None], chunk: int) -> dict[Transfer, tuple[Transfer, ...]]:
-    """Of one chunk in one tree: each transfer, and those that it waits for."""
+    """Return the transfers of one chunk in one tree, each with those that it waits for."""
     up = {rank: Transfer(rank, parent, chunk, adds=True) for rank, parent in enumerate(above) if parent is not None}
     down = {rank: Transfer(parent, rank, chunk, adds=False) for rank, parent in enumerate(above) if parent is not None}
 
@@ -99,7 +101,7 @@ def _transfers(above: Sequence[int | None], chunk: int) -> dict[Transfer, tuple[
 
 
 def tree_phases(topology: Topology) -> tuple[Phase, ...]:
-    """The one phase of the tree all-reduce, through all ranks."""
+    """Return the one phase of the tree all-reduce, through all ranks."""
     ranks = topology.num_nodes * topology.ranks_per_node
     return (Phase("all_reduce", "inter" if topology.num_nodes > 1 else "intra", _run),) if ranks > 1 else ()
 

@@ -1,4 +1,4 @@
-"""What a lossy bucket sends instead of all its elements. `COMPRESSORS` is the only list of what there is.
+"""Compressors choose or encode what a bucket sends. `COMPRESSORS` is the only list of them.
 
 A compressor works on one flat buffer of a bucket with error feedback: what it adds up is residual + gradient, and what
 of that is not sent goes to a second buffer, the new residual. The caller commits it by exchanging the two buffers, or
@@ -46,7 +46,7 @@ class Family:
 
     @property
     def selects(self) -> bool:
-        """Whether it sends some of the elements."""
+        """True if it sends a part of the elements."""
         return any(transport.sparse for transport in self.transports)
 
 

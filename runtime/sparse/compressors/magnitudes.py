@@ -1,4 +1,4 @@
-"""What selectors share: adding residual and gradient, and comparing magnitudes.
+"""Functions that selectors share: adding residual and gradient, and comparing magnitudes.
 
 The order is total: larger magnitude first, then lower index. NaN and ±Inf are the largest magnitudes, equal to one
 another, so that they are sent and every rank learns of them.
@@ -35,7 +35,7 @@ def accumulate_in_chunks(residual: Tensor, gradient: Tensor, total: Tensor) -> I
 
 
 def magnitudes(values: Tensor) -> Tensor:
-    """|values|, with +Inf for NaN."""
+    """Return |values|, with +Inf for NaN."""
     return values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
@@ -73,19 +73,19 @@ def kth_largest(magnitude: Tensor, k: int) -> float:
 
 
 def reaches(values: Tensor, threshold: float) -> Tensor:
-    """Where the magnitude is at least the threshold."""
+    """Return where the magnitude is at least the threshold."""
     return (values.abs() < threshold).logical_not_()
 
 
 def exceeds(values: Tensor, threshold: float) -> Tensor:
-    """Where the magnitude is above the threshold."""
+    """Return where the magnitude is above the threshold."""
     if threshold == math.inf:
         return torch.zeros_like(values, dtype=torch.bool)
     return (values.abs() <= threshold).logical_not_()
 
 
 def equals(values: Tensor, threshold: float) -> Tensor:
-    """Where the magnitude is the threshold."""
+    """Return where the magnitude is the threshold."""
     return values.isfinite().logical_not_() if threshold == math.inf else values.abs() == threshold
 
 

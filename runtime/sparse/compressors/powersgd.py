@@ -24,6 +24,7 @@ Source: PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019), Algorithms 1 and 2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class Stacks:
 
 
 class Place(NamedTuple):
-    """Where a matrix lies in the vector of all gradients."""
+    """The place of a matrix in the vector of all gradients."""
 
     start: int
     rows: int
@@ -98,7 +99,7 @@ class Factors:
     def __init__(self, rank: int, shapes: Sequence[Shape]) -> None:
         """`shapes`: of the gradients, which fill the vector in order."""
         self.members: list[int] = []
-        """Which of the gradients are sent as factors."""
+        """Places of the gradients that are sent as factors."""
         self.whole: list[slice] = []
         """Runs of all other elements."""
         self._places: list[Place] = []
@@ -120,6 +121,10 @@ class Factors:
         """Shapes (rows, columns)."""
         return [vector[start : start + rows * columns].view(rows, columns) for start, rows, columns in self._places]
 
+    def _parts(self, vector: Tensor, left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each matrix with its left and its right factor."""
+        return zip(self.matrices(vector), self.left.each(left), self.right.each(right), strict=True)
+
     def seeds(self, names: Sequence[str], like: Tensor) -> Tensor:
         """Draw what the first step starts from, and later ones where nothing has come: a vector of right factors, of
         the dtype and on the device of `like`. `names`: of the gradients.
@@ -139,35 +144,31 @@ class Factors:
         for factors, drawn in zip(self.right.together(start), self.right.together(seeds), strict=True):
             lost = torch.linalg.vector_norm(factors, dim=-1, keepdim=True) < 0.5
             factors.copy_(torch.where(lost, drawn, factors))
-        parts = zip(self.matrices(total), self.right.each(start), self.left.each(left), strict=True)
-        for matrix, factor, out in parts:
+        for matrix, out, factor in self._parts(total, left, start):
             torch.mm(factor, matrix.t(), out=out)  # with `out`, for autocast leaves that alone
 
     def project(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Make the sum of all ranks' left factors orthonormal, and fill `right` (1-D) with the right ones."""
         orthonormalize(self.left, left)
-        parts = zip(self.matrices(total), self.left.each(left), self.right.each(right), strict=True)
-        for matrix, factor, out in parts:
+        for matrix, factor, out in self._parts(total, left, right):
             torch.mm(factor, matrix, out=out)
 
     def subtract(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Take what these factors stand for from `total`'s matrices."""
-        parts = zip(self.matrices(total), self.left.each(left), self.right.each(right), strict=True)
-        for matrix, one, other in parts:
+        for matrix, one, other in self._parts(total, left, right):
             matrix.addmm_(one.t(), other, alpha=-1.0)
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Fill `out`'s matrices with what these factors stand for."""
-        parts = zip(self.matrices(out), self.left.each(left), self.right.each(right), strict=True)
-        for matrix, one, other in parts:
+        for matrix, one, other in self._parts(out, left, right):
             torch.mm(one.t(), other, out=matrix)
 
 
+@dataclass(frozen=True)
 class LowRankCompressor:
     """Sends residual + gradient as factors of `rank` rows."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    rank: int
 
     def factors(self, gradients: Sequence[Tensor]) -> Factors:
         """Say how gradients, whose memory follows one another without gaps, are sent."""

@@ -1,4 +1,4 @@
-"""How the elements that are sent are found: exactly, by a search for a threshold, by a sample, or at random.
+"""Selectors find the elements that are sent: exactly, by a search for a threshold, by a sample, or at random.
 
 Selectors take (residual, gradient, total, k, seed), write residual + gradient into `total` and return the ascending
 positions of what they choose. The host reads counts in `mstopk` and `sampled`, so on a device `exact` is the better
@@ -30,13 +30,13 @@ from runtime.sparse.compressors.magnitudes import (
 from runtime.torch_compat import queued_to
 
 SMALL = 1 << 14
-"""Up to so many elements the plain way is faster than `exact`'s."""
+"""Number of elements up to which the plain way is faster than `exact`'s."""
 
 BLOCK = 64
 """Elements per block, at most; CHUNK is a multiple."""
 
 BLOCKS_PER_PICK = 1.5
-"""At least so many blocks for each element that is picked: fewer would give a bound that leaves too much."""
+"""Minimum number of blocks for each element that is picked: fewer would give a bound that leaves too much."""
 
 FEW_BLOCKS = 0.25
 """Up to this share, blocks are gathered rather than all elements compared."""
@@ -44,12 +44,12 @@ FEW_BLOCKS = 0.25
 SEARCHES = 30
 
 SMALL_SAMPLE = 1 << 14
-"""Up to so many elements there is nothing to be gained by sampling."""
+"""Number of elements up to which sampling gains nothing."""
 
 SAMPLE = 0.01
 
 SAFETY = 4.0
-"""By how many standard deviations of the number of survivors the sample's threshold is lowered."""
+"""Number of standard deviations of the number of survivors by which the sample's threshold is lowered."""
 
 
 def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
@@ -148,7 +148,7 @@ class _Pool:
     def __init__(self, magnitude: Tensor) -> None:
         self.magnitude = magnitude
         self._positions: Tensor | None = None
-        """Where they lie; None: they are all."""
+        """Positions of the elements; None: they are all."""
 
     def count(self, threshold: float) -> int:
         return sum(int(torch.count_nonzero(piece >= threshold)) for piece in self.magnitude.split(CHUNK))

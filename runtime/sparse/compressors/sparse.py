@@ -57,7 +57,7 @@ class SparseCompressor:
 
     def __init__(self, segments: Sequence[Segment], selector: Selector) -> None:
         self.segments = tuple(segments)
-        """What is selected from separately; nothing else of the buffer has elements."""
+        """Segments that are selected from separately; nothing else of the buffer has elements."""
         self.k = sum(segment.k for segment in segments)
         self._selector = selector
         self.by_magnitude = selector is not select_random
@@ -83,10 +83,10 @@ class SparseCompressor:
             self._states[gradient.device] = make_state(elements, k, gradient.device)
         state = self._states[gradient.device]
         if self._selector is select_exact:
-            ef_topk_(gradient, one, other, *out, state, swapped=swapped)
+            ef_topk_(gradient, (one, other), out, state, swapped=swapped)
         else:
             seed = seed_of(self.segments[0].name, step)
-            ms_topk_(gradient, one, other, *out, state, seed=seed, swapped=swapped)
+            ms_topk_(gradient, (one, other), out, state, seed=seed, swapped=swapped)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return (values, indices) of what is sent; indices are int32, ascending, in the whole buffer.

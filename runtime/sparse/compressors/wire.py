@@ -2,7 +2,7 @@
 
 A vector is cut into parts, one for each owner, and each part is encoded into one row of bytes: codes, then scales, then
 room for what else is sent. `bfloat16` has no scales. In the other formats a scale is common to a block: a part is cut
-evenly into blocks of at most so many elements, and
+evenly into blocks of at most `block` elements, and
 
     scale = (largest magnitude of the block / largest code), rounded up: for int8 to 7 bits less than the dtype has,
             so that code · scale is exact, else to a power of two
@@ -51,13 +51,13 @@ BLOCK, LEAST_BLOCK, LARGEST_BLOCK = 256, 64, 512
 ROUNDINGS: Mapping[str, bool] = {"nearest": False, "stochastic": True}
 
 ALL_LINKS, BETWEEN_NODES = "all", "inter"
-"""Where a bucket is narrow; which of them goes with which collective is not asked here."""
+"""Links on which a bucket is encoded; which of them goes with which collective is checked elsewhere."""
 
 CHUNK = 1 << 18
 """Elements that are encoded together on a CPU: few enough for its caches, enough to outweigh the calls."""
 
 ALIGNMENT = 8
-"""In bytes, of what lies in a row."""
+"""Alignment in bytes of codes, scales and the tail of a row."""
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -66,10 +66,10 @@ class Piece(NamedTuple):
     """Elements that are encoded together."""
 
     elements: slice
-    """Of the vector."""
+    """Slice of the vector."""
     rows: slice
     codes: slice
-    """Of each of the rows, as `scales`."""
+    """Slice of each of the rows, as `scales`."""
     scales: slice
     shape: tuple[int, int, int]
     """(rows, blocks of each, elements of a block)."""
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a vector lies in rows of bytes."""
+    """The layout of a vector in rows of bytes."""
 
     share: int
     """Elements in a row: all have room for as many, and the last rows may be filled in part, or not at all."""
@@ -85,7 +85,7 @@ class Cut:
     """Elements with one scale; 1 where there are no scales."""
     code: torch.dtype
     wide: torch.dtype
-    """What is added up in, and of scales."""
+    """Dtype of sums and of scales."""
     scaled: bool
     tail: int
     """Numbers (float32) behind them."""
@@ -136,37 +136,64 @@ class Cut:
             start += rows * room
 
 
+class StepResidual(NamedTuple):
+    """The residual that a step reads and the one that it writes, 1-D; None: no residual is kept."""
+
+    residual: Tensor | None = None
+    """Earlier steps' part that has not been sent, in the dtype of sums; unchanged."""
+    following: Tensor | None = None
+    """Memory for the next residual; other memory than `residual` and the gradient."""
+    swapped: Tensor | None = None
+    """Flag for kernels, one int32 on the device: if it is not 0, the two have changed places."""
+
+    def part(self, elements: slice) -> StepResidual:
+        """Return the residual of some elements."""
+        if self.residual is None or self.following is None:
+            return self
+        return StepResidual(self.residual[elements], self.following[elements], self.swapped)
+
+
+NO_RESIDUAL = StepResidual()
+
+
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
+class Coded(NamedTuple):
+    """Encoded elements."""
+
+    codes: Tensor
+    """Shape (rows, blocks, elements of a block); of a whole vector (rows, elements)."""
+    scales: Tensor | None
+    """Shape (rows, blocks, 1); of a whole vector (rows, blocks). None: the format has none."""
+
+
 class Format(Protocol):
-    """What is sent of an element."""
+    """Encoding of a number."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    dtype: torch.dtype
+    block: int | None
+    """Maximum number of elements with one scale; None: there are no scales."""
 
-    @property
-    def block(self) -> int | None:
-        """Elements with one scale, at most; None: there are no scales."""
-        ...
+    def encode(self, total: Tensor, to: Coded, work: Tensor, noise: torch.Generator | None, *, keep: bool) -> None:
+        """Fill codes and scales.
 
-    def encode(
-        self, total: Tensor, codes: Tensor, scales: Tensor | None, work: Tensor, noise: torch.Generator | None, *,
-        keep: bool,
-    ) -> None:  # fmt: skip
-        """Fill codes and scales with `total`, which becomes what they lose with `keep`, else stays. Shapes (rows,
-        blocks, elements), (rows, blocks, 1); `work`: memory to compute in, twice as much as `total`, of its dtype;
-        `noise`: rounding is stochastic.
+        Args:
+            total: numbers, of the shape of the codes; with `keep` they become the rounding errors, else they stay.
+            to: filled.
+            work: memory to compute in, twice as much as `total`, of its dtype.
+            noise: of stochastic rounding; None: round to the nearest.
+            keep: whether rounding errors are kept.
         """
         ...
 
-    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
-        """Fill `out` with what codes stand for, or add that to it; shapes as with `encode`."""
+    def decode(self, coded: Coded, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+        """Fill `out` with decoded numbers, or add them to it; shapes as with `encode`."""
         ...
 
     def for_kernels(self, cut: Cut) -> WireLayout | None:
-        """Return what kernels are told of a vector and the format; None: there are none."""
+        """Return the layout of a vector in this format for kernels; None: there are none."""
         ...
 
 
@@ -178,7 +205,7 @@ class WireCompressor:
         self.error_feedback, self.stochastic = error_feedback, stochastic
 
     def cut(self, elements: int, parts: int, wide: torch.dtype, tail: int = 0) -> Cut:
-        """Say how a vector of so many elements of the dtype `wide` lies in rows for as many owners."""
+        """Return the layout of a vector of elements of the dtype `wide` in one row for each of `parts` owners."""
         share, most = -(-elements // parts), self.format.block
         if most is None:
             return Cut(share, 1, self.dtype, wide, False, tail)
@@ -194,65 +221,53 @@ class WireCompressor:
         known = not self.stochastic and cut.wide == torch.float32 and gradient in FLOATS and cut.share > 0
         return self.format.for_kernels(cut) if known and has_kernels(device, cut.wide) else None
 
-    def compress(
-        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, cut: Cut, seed: int,
-        *, swapped: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def compress(self, gradient: Tensor, kept: StepResidual, rows: Tensor, cut: Cut, seed: int) -> None:
         """Encode residual + gradient.
 
         Args:
             gradient: 1-D, in any floating dtype; unchanged.
-            residual: what earlier steps have not sent, in the dtype that is added up in; unchanged. None: no residual
-                is kept.
-            new_residual: becomes what this step does not send; other memory than `residual` and `gradient`.
-            rows: bytes of shape (parts, cut.row_bytes); where the vector has no elements they stay.
+            kept: of the vector; `kept.following` becomes what this step does not send.
+            rows: bytes of shape (parts, cut.row_bytes); unchanged beyond the elements of the vector.
             cut: of this vector.
             seed: of stochastic rounding; another one in each step and on each rank.
-            swapped: where kernels do it, one int32: where it is not 0, `residual` and `new_residual` change places.
         """
-        layout = self._layout(rows.device, cut, gradient.dtype)
+        layout, (residual, new_residual, swapped) = self._layout(rows.device, cut, gradient.dtype), kept
         if layout is not None:
-            wire_encode_(gradient, residual, new_residual, rows, layout, swapped=swapped)
+            pair = None if residual is None or new_residual is None else (residual, new_residual)
+            wire_encode_(gradient, pair, rows, layout, swapped=swapped)
             return
-        codes, scales, noise = *_open(rows, cut), self._noise(seed, rows.device)
+        coded, noise = _open(rows, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, gradient.numel(), rows.device):
             part = piece.elements
-            keep = residual is not None and new_residual is not None
             if residual is None or new_residual is None:
                 total = gradient[part].to(cut.wide)
             else:
                 total = accumulate(residual[part], gradient[part], new_residual[part])
-            self.format.encode(
-                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise, keep=keep
-            )  # fmt: skip
+            place = _at(piece, coded, piece.rows)
+            self.format.encode(total.view(piece.shape), place, work, noise, keep=new_residual is not None)
 
-    def combine(
-        self, rows: Tensor, own: Tensor, residual: Tensor | None, new_residual: Tensor | None, cut: Cut, elements: int,
-        seed: int, *, swapped: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def combine(self, rows: Tensor, own: Tensor, kept: StepResidual, cut: Cut, elements: int, seed: int) -> None:
         """Add up what rows of one part hold, in their order, and encode the sum.
 
         Args:
             rows: bytes of shape (ranks, cut.row_bytes).
             own: bytes of shape (1, cut.row_bytes), filled with the sum's codes and scales.
-            residual, new_residual: shape (elements,); what encoding the sum loses is added to the second one. None:
-                that is lost.
+            kept: shape (elements,); the rounding error of the sum is added to `kept.following`.
             cut: of the vector.
-            elements: of the part; `cut.share` or fewer.
-            seed, swapped: as with `compress`.
+            elements: number of elements of the part; `cut.share` or fewer.
+            seed: see `compress`.
         """
-        layout = self._layout(rows.device, cut)
+        layout, (residual, new_residual, swapped) = self._layout(rows.device, cut), kept
         if layout is not None:
-            wire_combine_(rows, residual, new_residual, own, elements, layout, swapped=swapped)
+            pair = None if residual is None or new_residual is None else (residual, new_residual)
+            wire_combine_(rows, pair, own, elements, layout, swapped=swapped)
             return
-        received, (codes, scales), noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
+        received, coded, noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, elements, rows.device):
             total = work[2]
-            self._add_up(*received, piece, total, work)
-            self.format.encode(
-                total, *_at(piece, codes, scales, piece.rows), work, noise,
-                keep=new_residual is not None,
-            )  # fmt: skip
+            self._add_up(received, piece, total, work)
+            place = _at(piece, coded, piece.rows)
+            self.format.encode(total, place, work, noise, keep=new_residual is not None)
             if new_residual is not None:
                 new_residual[piece.elements].add_(total.view(-1))
 
@@ -264,7 +279,7 @@ class WireCompressor:
             return
         received = _open(rows, cut)
         for piece, work in _pieces(cut, total.numel(), rows.device):
-            self._add_up(*received, piece, total[piece.elements].view(piece.shape), work)
+            self._add_up(received, piece, total[piece.elements].view(piece.shape), work)
 
     def decode(self, rows: Tensor, out: Tensor, cut: Cut) -> None:
         """Fill `out` (1-D) with what the rows of all parts hold; −0 becomes 0, as where elements are selected."""
@@ -272,23 +287,23 @@ class WireCompressor:
         if layout is not None:
             wire_decode_(rows, out, layout, add_up=False)
             return
-        codes, scales = _open(rows, cut)
+        coded = _open(rows, cut)
         for piece, work in _pieces(cut, out.numel(), rows.device):
             place = out[piece.elements].view(piece.shape)
-            self.format.decode(*_at(piece, codes, scales, piece.rows), place, work)
+            self.format.decode(_at(piece, coded, piece.rows), place, work)
             place.add_(0.0)
 
-    def _add_up(self, codes: Tensor, scales: Tensor | None, piece: Piece, out: Tensor, work: Tensor) -> None:
-        for rank in range(len(codes)):
-            self.format.decode(*_at(piece, codes, scales, slice(rank, rank + 1)), out, work, add=rank > 0)
+    def _add_up(self, coded: Coded, piece: Piece, out: Tensor, work: Tensor) -> None:
+        for rank in range(len(coded.codes)):
+            self.format.decode(_at(piece, coded, slice(rank, rank + 1)), out, work, add=rank > 0)
 
     def _noise(self, seed: int, device: torch.device) -> torch.Generator | None:
         return torch.Generator(device).manual_seed(seed) if self.stochastic else None
 
 
-def _open(rows: Tensor, cut: Cut) -> tuple[Tensor, Tensor | None]:
+def _open(rows: Tensor, cut: Cut) -> Coded:
     """Return codes and scales, with a row for each of `rows`."""
-    return (cut.codes(rows), cut.scales(rows)) if cut.share else (rows, rows)
+    return Coded(cut.codes(rows), cut.scales(rows)) if cut.share else Coded(rows, rows)
 
 
 def _pieces(cut: Cut, elements: int, device: torch.device) -> Iterator[tuple[Piece, Tensor]]:
@@ -318,14 +333,14 @@ def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return memory[:size_bytes].view(dtype).view(3, elements)
 
 
-def _at(piece: Piece, codes: Tensor, scales: Tensor | None, rows: slice) -> tuple[Tensor, Tensor | None]:
+def _at(piece: Piece, coded: Coded, rows: slice) -> Coded:
     """Return a piece's codes and scales in some rows."""
-    found = codes[rows, piece.codes].view(piece.shape)
-    return found, None if scales is None else scales[rows, piece.scales].unsqueeze(-1)
+    found, scales = coded.codes[rows, piece.codes].view(piece.shape), coded.scales
+    return Coded(found, None if scales is None else scales[rows, piece.scales].unsqueeze(-1))
 
 
-class Rounded:
-    """A `Format` without scales: elements rounded to `dtype`.
+class Rounded(Format):
+    """Elements rounded to `dtype`, without scales.
 
     Finite values stay finite, also in a sum over all ranks in the wire's dtype: they saturate at its largest number /
     ranks, for more than two ranks at half of that, since adding x may raise a rounded sum by 2x. The rest stays in the
@@ -339,18 +354,14 @@ class Rounded:
     divides.
     """
 
-    block: int | None = None
-
     def __init__(self, dtype: torch.dtype, ranks: int) -> None:
-        self.dtype = dtype
+        self.dtype, self.block = dtype, None
         self.limit = _round_down(torch.finfo(dtype).max / (ranks if ranks <= 2 else 2 * ranks), dtype)
         """The largest finite magnitude that is sent."""
         self._last_bit = _lowest_bit(self.limit)
 
-    def encode(
-        self, total: Tensor, codes: Tensor, scales: Tensor | None, work: Tensor, noise: torch.Generator | None, *,
-        keep: bool,
-    ) -> None:  # fmt: skip
+    def encode(self, total: Tensor, to: Coded, work: Tensor, noise: torch.Generator | None, *, keep: bool) -> None:
+        codes, _ = to
         rounded = total if noise is None else _dithered(total.clone(), self.dtype, noise)
         if total.device.type == "cpu":
             low, high = torch.aminmax(total)
@@ -369,11 +380,11 @@ class Rounded:
         if keep:
             total.sub_(codes).nan_to_num_(nan=0.0)  # Inf − Inf: it is sent, nothing is left
 
-    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+    def decode(self, coded: Coded, out: Tensor, work: Tensor, *, add: bool = False) -> None:
         if add:
-            out.add_(work[0].copy_(codes))
+            out.add_(work[0].copy_(coded.codes))
         else:
-            out.copy_(codes)
+            out.copy_(coded.codes)
 
     def for_kernels(self, cut: Cut) -> WireLayout | None:
         if self.dtype != torch.bfloat16:
@@ -382,17 +393,15 @@ class Rounded:
         return WireLayout(self.dtype, cut.share, WIRE_MOST, 0, cut.share * self.dtype.itemsize, self.limit)
 
 
-class Scaled:
-    """A `Format` with a scale for each block: int8, float8_e4m3fn or float16."""
+class Scaled(Format):
+    """Elements with a scale for each block: int8, float8_e4m3fn or float16."""
 
     def __init__(self, dtype: torch.dtype, block: int) -> None:
         self.dtype, self.block = dtype, block
         self._largest = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
 
-    def encode(
-        self, total: Tensor, codes: Tensor, scales: Tensor | None, work: Tensor, noise: torch.Generator | None, *,
-        keep: bool,
-    ) -> None:  # fmt: skip
+    def encode(self, total: Tensor, to: Coded, work: Tensor, noise: torch.Generator | None, *, keep: bool) -> None:
+        codes, scales = to
         assert scales is not None
         scale = torch.maximum(total.amax(-1, keepdim=True), total.amin(-1, keepdim=True).neg_())
         # Whether the largest code reaches all elements; not where one is NaN.
@@ -433,7 +442,8 @@ class Scaled:
         out.copy_(halves.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16))
         return 256.0
 
-    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+    def decode(self, coded: Coded, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+        codes, scales = coded
         assert scales is not None
         values = work[0] if add else out
         unit = self._values(codes, values, work[1])
@@ -466,9 +476,9 @@ def scale_bounds(code: torch.dtype, wide: torch.dtype) -> tuple[int, float, floa
 
 
 def _dithered(values: Tensor, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
-    """Round values, in place, to one of the two numbers of a dtype beside each, the likelier the nearer it is."""
+    """Round values, in place, to one of the two neighbouring numbers of a dtype, the likelier the nearer it is."""
     whole = dtype == torch.int8
-    bits = min(16, 23 - (7 if whole else _bits_of(dtype)))  # so many that numbers of the dtype stay what they are
+    bits = min(16, 23 - (7 if whole else _bits_of(dtype)))  # few enough that numbers of the dtype stay what they are
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
     words.random_(-(2**63), None, generator=noise)
     draws = words.view(torch.int16)[: values.numel()].view(values.shape)
@@ -496,7 +506,7 @@ def _round_down(value: float, dtype: torch.dtype) -> float:
 
 
 def _lowest_bit(value: float) -> float:
-    """The largest power of two that divides a number."""
+    """Return the largest power of two that divides a number."""
     numerator, denominator = value.as_integer_ratio()
     return math.ldexp(1.0, (numerator & -numerator).bit_length() - 1) / denominator
 
@@ -509,7 +519,7 @@ def wider(spec: CompressorSpec) -> CompressorSpec:
 
 
 def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> WireCompressor:
-    """Make what narrows a bucket, whose messages so many ranks add up; `native`: the backend does, in the wire's dtype.
+    """Make the compressor of a bucket that `ranks` ranks add up; `native`: the backend does, in the wire's dtype.
 
     Raises InputError: an unknown name, or options that do not go together.
     """

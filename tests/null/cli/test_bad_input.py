@@ -278,7 +278,7 @@ def test_outputs_that_are_no_path(command: Command, output: str) -> None:
 def test_profile_looks_at_its_output_before_it_measures(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.jobs.world.on_ranks", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("planner.cli.profiling.on_ranks", lambda *_: pytest.fail("measured"))
     before = snapshot(tmp_path)
     for output, words in (("absent/x.json", "there is no folder"), ("job.py", "found the input file job.py")):
         check_refused(command("profile", "job.py:job", "-o", output), output, words)

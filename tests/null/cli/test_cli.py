@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from builders import cluster_document, usual_document, write
-from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli.app import main
+from planner.decide.strategies import STRATEGIES
 from planner.documents.text import pluralize
-from planner.report.tables import make_console, print_table
+from planner.report.listing import Listing, make_console, print_tables
 from runtime.plan import load_plan
 from runtime.version import __version__
 
@@ -93,10 +93,16 @@ def test_tab_completes_commands_strategies_and_names(typed: str, completed: list
     assert set(completed) <= set(done.stdout.split()), done.stderr
 
 
+def test_all_strategies_are_listed(command: Command) -> None:
+    """By the registry, so that a new one needs no further list."""
+    done = command("simulate", "--list-strategies")
+    listed = done.out.split()
+    assert done.code == 0
+    assert all(usage in listed for strategy in STRATEGIES.values() for usage in strategy.usages)
+
+
 def test_what_goes_into_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table(title="title " * 60, caption="caption " * 60)
-    table.add_column("a" * 400)
-    print_table(make_console(), table)
+    print_tables(Listing("title " * 60, ["a" * 400], [], caption="caption " * 60))
     make_console().print("word " * 100)
     lines = capsys.readouterr().out.splitlines()
     assert ("title " * 60).strip() in lines[0]

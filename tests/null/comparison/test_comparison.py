@@ -35,13 +35,12 @@ from planner.comparison.variants import (
     PLAN,
     BucketVariant,
     distinct_caps,
-    make_variants,
-    sweep,
+    make_lineup,
 )
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
-from planner.profile.progress import Progress
+from planner.profile.bench import Progress
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.monitor.verdict import t_quantile
@@ -181,7 +180,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("planner.profile.progress.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("planner.profile.bench.time.monotonic", lambda: now_s[0])
     for show in (True, False):
         progress = Progress(show)
         for _ in progress.track(range(40), "measuring"):
@@ -195,7 +194,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
 def test_who_is_compared() -> None:
     problem = usual()
     plan = optimize(problem.profile)
-    found = {one.name: one for one in make_variants(plan, problem, ["wfbp", "ddp:0.1"])}
+    found = {one.name: one for one in make_lineup(plan, problem, ["wfbp", "ddp:0.1"]).variants}
     assert list(found) == [NO_COMMUNICATION, DDP, "ddp:fp16", "ddp:powersgd", "wfbp", "ddp:0.1", PLAN]
     assert found[PLAN].plan is plan
     assert found[PLAN].predicted_us == plan.predicted.iteration_us  # type: ignore[union-attr]
@@ -203,7 +202,7 @@ def test_who_is_compared() -> None:
     assert found[NO_COMMUNICATION].predicted_us == pytest.approx(problem.compute_end_us + problem.update_us)
     assert len(found["wfbp"].plan.buckets) == problem.count  # type: ignore[union-attr]
     assert not found["ddp:fp16"].exact
-    without = {one.name: one for one in make_variants(plan, None, [])}
+    without = {one.name: one for one in make_lineup(plan, None, []).variants}
     assert without[DDP].predicted_us == found[DDP].predicted_us
 
 
@@ -215,7 +214,7 @@ def test_bucket_sizes_that_make_no_difference_are_tried_once() -> None:
     assert all(one != other for index, one in enumerate(tried) for other in tried[:index])
     assert all(ddp_buckets(sizes, dtypes, cap) in tried for cap in CAPS_MIB)
     assert distinct_caps([1024] * 3, [0] * 3, CAPS_MIB) == []  # all in one, as by default
-    for cap, variant in sweep(optimize(problem.profile), problem):
+    for cap, variant in make_lineup(optimize(problem.profile), problem, []).caps:
         made = make_schedule(problem, f"ddp:{cap:g}")
         assert [len(b.gradients) for b in variant.plan.buckets] == [len(b.gradients) for b in made.buckets]  # type: ignore[union-attr]
 
@@ -224,12 +223,12 @@ def test_a_profile_of_something_else_is_refused() -> None:
     plan = optimize(usual_profile())
     other = parse_profile(profile_document([(10, 1.0)], cluster=cluster_document()))
     with pytest.raises(InputError, match="gradients that are not the plan's, the first g1"):
-        make_variants(plan, make_problem(other), [])
+        make_lineup(plan, make_problem(other), [])
     more = parse_profile(usual_document(cluster=cluster_document((200.0, 0.001), nodes=8)))
     with pytest.raises(InputError, match="a cluster of 8 ranks, expected the plan's 4"):
-        make_variants(plan, make_problem(more), [])
+        make_lineup(plan, make_problem(more), [])
     with pytest.raises(InputError, match="found no profile to make them from"):
-        make_variants(plan, None, ["wfbp"])
+        make_lineup(plan, None, ["wfbp"])
 
 
 def test_local_updaters_are_refused() -> None:
@@ -237,9 +236,9 @@ def test_local_updaters_are_refused() -> None:
     plan = optimize(problem.profile)
     updaters = replace(plan, accuracy="relaxed", local_async=LocalAsyncSpec(updaters=2))
     with pytest.raises(InputError, match=r"--plan: found local updaters .* expected a plan .* with `planner run`"):
-        make_variants(updaters, None, [])
+        make_lineup(updaters, None, [])
     with pytest.raises(InputError, match="--strategy lap:2: found local updaters"):
-        make_variants(plan, problem, ["wfbp", "lap:2"])
+        make_lineup(plan, problem, ["wfbp", "lap:2"])
 
 
 def measured(
@@ -387,7 +386,7 @@ def test_what_does_not_work_is_listed_with_its_reason() -> None:
     blocks = {NO_COMMUNICATION: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
     comparison = summarize([measured(blocks, broken=["ddp:powersgd"])])
     assert failures(comparison) == ["ddp:powersgd does not work here: no such message"]
-    assert comparison_table(comparison).row_count == 5
+    assert len(comparison_table(comparison).rows) == 5
     assert all("powersgd" not in line for line in comparison.verdicts)
 
 

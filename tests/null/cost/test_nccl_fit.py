@@ -54,10 +54,10 @@ def problem_of(nodes: tuple[int, ...]) -> _Problem:
 def test_derivatives_are_those_of_the_model() -> None:
     problem = problem_of((1, 2, 4))
     values = 0.1 * np.random.default_rng(0).standard_normal(len(problem.priors))
-    _, slopes = problem.residuals(problem.told, values, slice(None))
+    _, slopes = problem.residuals(problem.tuned, values, slice(None))
     for at in range(len(values)):
         step = 1e-6 * (np.arange(len(values)) == at)
-        above, below = (problem.residuals(problem.told, values + sign * step, slice(None))[0] for sign in (1, -1))
+        above, below = (problem.residuals(problem.tuned, values + sign * step, slice(None))[0] for sign in (1, -1))
         assert slopes[:, at] == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-5)
 
 
@@ -65,10 +65,10 @@ def test_no_other_solver_finds_less() -> None:
     from scipy.optimize import least_squares
 
     problem = problem_of((1, 2))
-    found = problem.solve(problem.told, np.zeros(len(problem.priors)))
+    found = problem.solve(problem.tuned, np.zeros(len(problem.priors)))
 
     def residuals(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        apart = problem.residuals(problem.told, values, slice(None))[0]
+        apart = problem.residuals(problem.tuned, values, slice(None))[0]
         return np.concatenate([np.sqrt(_loss(apart)), values / problem.priors])
 
     other = least_squares(

@@ -186,7 +186,7 @@ def test_old_datasets_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     alone = fill("first")
     assert alone > 25
     assert fill("second") == 0  # the first one is in use
-    monkeypatch.setattr("runtime.datacache.database.KEPT_FOR_S", -1.0)
+    monkeypatch.setattr("runtime.datacache.disk.KEPT_FOR_S", -1.0)
     assert fill("third") == alone
     assert fill("first") == alone
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hypothesis import given
 
 import planner
 from planner import optimize, simulate
+from planner.decide.plan_request import Request
 from planner.decide.strategies import BASELINES
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.model.problem import Problem
@@ -224,3 +227,8 @@ def test_package_gives_its_names_and_no_others() -> None:
     assert planner.Plan is Plan
     with pytest.raises(AttributeError, match="module 'planner' has no attribute 'optimise'"):
         _ = planner.optimise
+
+
+def test_a_request_has_the_options_of_optimize() -> None:
+    options = [field.name for field in fields(Request)]
+    assert options == [*signature(optimize).parameters, "given"]

@@ -10,7 +10,8 @@ import pytest
 from builders import halves_cluster, run, usual_document, write
 
 from planner.cli.app import main
-from planner.decide.given import optimize_given
+from planner.decide.given import given_request
+from planner.decide.plan_request import Request
 from planner.model.schedule_text import parse_schedule, read_schedule
 from runtime.errors import InputError
 
@@ -116,7 +117,7 @@ def test_an_edited_schedule_is_planned_however_long_it_takes(
         ("", [], "no bucket holds the gradients 0-5"),
         ("[0-5] all_reduce/star none", [], "line 1: bucket 0"),
         ("[0-5] all_reduce/two_shot wire dtype=int3", ["--accuracy", "bounded"], "line 1: found [0-5]"),
-        ("[0-5] all_reduce/library zip", ["--accuracy", "bounded"], "line 1: found '[0-5]"),
+        ("[0-5] all_reduce/library zip", ["--accuracy", "bounded"], "line 1: found '[0-5] all_reduce/library zip"),
         ("[0-5] sparse/flat topk k=1000", [], "that is bounded; add --accuracy bounded"),
         ("delay k=4\n[0-5] all_reduce/library none", ["--accuracy", "bounded"], "that is relaxed"),
         ("sharded\n[0-5] all_reduce/library none", [], "needs sharded-step, expected one that is drop-in; add --allow"),
@@ -141,7 +142,7 @@ def test_where_ranks_cannot_share_the_step_a_schedule_cannot_either(tmp_path: Pa
     (tmp_path / "s").write_text("sharded\n[0-5] all_reduce/library none")
     profile = write(tmp_path / "p.json", usual_document())
     with pytest.raises(InputError, match="found the mode sharded, but the profile does not say what the optimizer is"):
-        optimize_given(profile, None, str(tmp_path / "s"), allow="sharded-step")
+        given_request(Request(profile=profile, allow="sharded-step"), str(tmp_path / "s"))
 
 
 def test_lines_of_buckets_are_counted_in_the_file() -> None:

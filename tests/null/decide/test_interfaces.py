@@ -15,8 +15,9 @@ from builders import cluster_document, profile_document, write
 from planner.cli.app import main
 from planner.decide.optimize import optimize
 from planner.documents.profile import Profile, parse_profile
+from planner.report.listing import make_console
 from planner.report.page import page_text
-from planner.report.tables import bucket_form, make_console, print_plan
+from planner.report.tables import bucket_form, print_plan
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan, parse_plan
 

@@ -22,15 +22,15 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.decide.bounded import MORE
+from planner.decide.defaults import MORE
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.emit.lower import lower
+from planner.ir import GAIN
 from planner.model.codecs import TopK, Wire, codec_of
 from planner.model.codecs.topk import layer_bucket
 from planner.model.compression import ratio_limits
 from planner.model.problem import Problem
-from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.report.tables import accuracy_lines, print_plan
 from runtime.errors import InputError

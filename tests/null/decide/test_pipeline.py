@@ -19,7 +19,7 @@ from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.passes import PASSES
-from planner.passes.base import Pass, Pipeline, Result
+from planner.passes.base import Candidate, Pass, Pipeline
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.verify import VerifyError, verify
@@ -216,8 +216,8 @@ class Fake(Pass):
     name: ClassVar[str] = "fake"
     act: Callable[[Schedule], Schedule]
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        return Result(schedule=self.act(schedule))
+    def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
+        return Candidate(schedule=self.act(schedule))
 
 
 def drop_last(schedule: Schedule) -> Schedule:

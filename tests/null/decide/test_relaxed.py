@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.decide.bounded import MORE, Offer, choose_offer
+from planner.decide.defaults import MORE
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
-from planner.ir import Bucket, Codec, Dense, Schedule, Synchronous
+from planner.ir import GAIN, Bucket, Codec, Dense, Schedule, Synchronous
 from planner.model.codecs import TopK
 from planner.model.delay_load import StepWork
 from planner.model.modes import step_us
-from planner.model.modes.delayed import Delayed
+from planner.model.modes.delayed import NEAR, Delayed
 from planner.model.problem import Problem, make_problem
-from planner.passes.base import GAIN
-from planner.passes.delay import MAX_DELAY, NEAR, Delay, best_choice, candidates
+from planner.passes.base import Candidate
+from planner.passes.delay import MAX_DELAY, Delay, best_choice, push_bucketings
+from planner.passes.select import select
 from planner.report.tables import accuracy_lines, print_plan
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, Plan, load_plan, parse_plan
@@ -80,7 +81,7 @@ def test_the_chosen_delay_against_every_other_one(seed: int) -> None:
     """The smallest k within 2 % of the best, each k with its best buckets, by many steps of the reference."""
     problem = random_problem(np.random.default_rng(seed), 6, "line", update_us=20.0)
     given = make_schedule(problem, "optimal")
-    options = candidates(problem, given)
+    options = push_bucketings(problem, given)
     assert given in options
     assert Schedule.from_boundaries([problem.count]) in options
     best_us = {
@@ -159,7 +160,7 @@ def test_pushes_may_be_selected_from() -> None:
     document = cluster_document((20.0, 0.01), local_update=FREE, sparsify={"alpha_us": 5.0, "beta_us_per_byte": 1e-6})
     problem = make(profile, document)
     exact = make_schedule(problem, "optimal")
-    whole = min(step_us(problem, replace(option, mode=Delayed(4))) for option in candidates(problem, exact))
+    whole = min(step_us(problem, replace(option, mode=Delayed(4))) for option in push_bucketings(problem, exact))
     found = Delay(protect="g0|g2|none", compress="sparse").apply(exact, problem).schedule
     assert [bucket.codec.name for bucket in found.buckets] == ["none", "topk", "none"]
     assert step_us(problem, found) < whole / 4  # pulls are whole, once in four steps at the most
@@ -195,12 +196,16 @@ def test_a_local_update_that_nobody_measured_is_no_gain() -> None:
 # Which class
 
 
-def offers(*times: float | None) -> list[Offer]:
-    plan = optimize(usual_profile())
-    named = zip(("bounded", "relaxed"), ("compression", "delay"), times, strict=False)
-    return [
-        Offer(accuracy=accuracy, what=what, plan=None if us is None else plan, step_us=100.0 if us is None else us)  # type: ignore[arg-type]
-        for accuracy, what, us in named
+def candidates_of(*times: float | None) -> list[Candidate]:
+    """An exact candidate with a step of 100, and lossy ones; None: nothing makes the step shorter."""
+    exact = Candidate(schedule=Schedule.from_boundaries([1]), judged_us=100.0)
+    lossy = {
+        "compression": Schedule(buckets=(Bucket((0,), codec=TopK(1)),)),
+        "delay": replace(exact.schedule, mode=Delayed(1)),
+    }
+    return [exact] + [
+        replace(exact, what=what, schedule=exact.schedule if us is None else schedule, judged_us=us or 100.0)
+        for (what, schedule), us in zip(lossy.items(), times, strict=False)
     ]
 
 
@@ -220,8 +225,8 @@ def offers(*times: float | None) -> list[Offer]:
 def test_a_riskier_class_has_to_win_by_two_percent(
     times: tuple[float | None, ...], chosen: str | None, refused: list[str]
 ) -> None:
-    found, why = choose_offer(100.0, offers(*times))
-    assert (found.accuracy if found else None) == chosen
+    found, why = select(make(profile_document([(1, 1.0)]), cluster_document()), candidates_of(*times))
+    assert found.schedule.accuracy == (chosen or "exact")
     assert len(why) == len(refused)
     assert all(text.startswith(start) for text, start in zip(why.values(), refused, strict=True))
 

@@ -13,7 +13,7 @@ from builders import run, run_json, usual_document, write
 from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.catalog import search
-from planner.documents.machines import describe_machines, describe_nccl
+from planner.documents.machines import Machines, describe_machines
 from planner.documents.profile import load_cluster, parse_cluster, parse_profile
 from planner.documents.text import parse_bandwidth, parse_latency_us, spell_rate
 from runtime.errors import InputError
@@ -165,11 +165,11 @@ def test_a_described_cluster(
 
 
 def test_a_node_without_cards_and_cards_of_one_gpu_each() -> None:
-    alone = describe_machines(nodes=1, gpus=4, intra="32gbyte", intra_latency="1us")
+    alone = describe_machines(Machines(nodes=1, gpus=4, intra="32gbyte", intra_latency="1us"))
     assert alone.inter is None
     assert alone.intra is not None
     assert (alone.intra.alpha_us, alone.intra.beta_us_per_byte) == (1.0, pytest.approx(1e6 / 32e9))
-    ethernet = describe_machines(nodes=4, gpus=1, nic="25gbit", nic_latency="20us")
+    ethernet = describe_machines(Machines(nodes=4, gpus=1, nic="25gbit", nic_latency="20us"))
     assert ethernet.intra is None
     assert ethernet.inter is not None
     assert ethernet.inter.beta_us_per_byte == pytest.approx(8e6 / 25e9)
@@ -191,7 +191,7 @@ def test_a_node_without_cards_and_cards_of_one_gpu_each() -> None:
 )
 def test_descriptions_that_are_wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        describe_machines(**options)
+        describe_machines(Machines(**options))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_network_that_is_not_named_is_said_to_be_assumed(
 
 
 def test_what_to_measure_fits_the_number_of_nodes() -> None:
-    one, two = (describe_nccl(nodes=nodes, gpus=8, gpu="h100", nic="400gbit") for nodes in (1, 2))
+    one, two = (describe_machines(Machines(nodes=nodes, gpus=8, gpu="h100", nic="400gbit")) for nodes in (1, 2))
     assert "run nccl-tests on it and" in " ".join(one.notes or ())
     assert "run nccl-tests on two of them" in " ".join(two.notes or ())
 

@@ -10,13 +10,13 @@ from builders import run, run_json
 
 from planner.documents.catalog import find_profile
 from planner.documents.profile import load_profile
-from planner.documents.shapes import new_decoder
+from planner.documents.shapes import Decoder, new_decoder
 from runtime.errors import InputError
 
 
 def test_the_numbers_of_llama_give_the_catalogues_llama() -> None:
     known = find_profile("llama-8b")
-    found = new_decoder(layers=32, width=4096, batch=2, heads=32, key_heads=8, hidden=14336, share=0.464)
+    found = new_decoder(Decoder(layers=32, width=4096, batch=2, heads=32, key_heads=8, hidden=14336), 0.464)
     for name in ("gradients", "forward_us", "update_us", "optimizer"):
         assert getattr(found.compute, name) == getattr(known.compute, name)
     assert found.world == known.world
@@ -48,5 +48,6 @@ def test_a_model_of_ones_own_is_advised_on(
     ],
 )
 def test_shapes_that_are_none(options: dict[str, float], said: str) -> None:
+    share = options.pop("share", None)
     with pytest.raises(InputError, match=said):
-        new_decoder(**({"layers": 2, "width": 512, "batch": 1} | options))  # type: ignore[arg-type]
+        new_decoder(replace(Decoder(layers=2, width=512, batch=1), **options), share)  # type: ignore[arg-type]

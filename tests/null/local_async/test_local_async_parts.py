@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from planner.jobs import demo_job
+from runtime.comm.shared_memory import SharedMemory
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import LocalJob, Part, PartSampler, batches_of, samples_of
-from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.memory import AtomicCounter, Doorbell
 from runtime.local_async.preparing import mps_note, mps_runs
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory

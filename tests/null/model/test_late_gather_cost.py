@@ -15,13 +15,13 @@ from builders import halves_cluster, make, profile_document, run, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.comparison.variants import make_variants
+from planner.comparison.variants import make_lineup
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile, parse_profile
 from planner.emit.lower import lower
-from planner.export.base import without_the_plans_own
+from planner.export.base import stock_plan
 from planner.ir import Schedule
 from planner.model.delay import CycleTimeline
 from planner.model.engine import run as run_ops
@@ -228,9 +228,9 @@ def test_the_plan_says_what_comes_when(tmp_path: Path) -> None:
     (note,) = [note for note in plan.notes if "beside the next forward" in note]
     assert "when forward needs weights: by backward's share of each layer" in note
     assert any("exposed" in str(bucket.reason) for bucket in plan.buckets)
-    bare = next(one for one in make_variants(plan, None, []) if one.name == "none")
+    bare = next(one for one in make_lineup(plan, None, []).variants if one.name == "none")
     assert bare.predicted_us == pytest.approx(1050.0 + 400.0)
-    _, lost = without_the_plans_own(plan)
+    _, lost = stock_plan(plan)
     assert "every rank updates all weights" in lost[0]
     assert f"{(step.replicated_us - step.late_us) / 1e3:.2g}" in lost[0]
     assert parse_plan(plan.to_document()).digest() == plan.digest()

@@ -25,8 +25,9 @@ from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.model.step_ops import step_ops
 from planner.passes.shard_updates import ShardUpdates
+from planner.profile.bench import Bench
+from planner.profile.compute import Training
 from planner.profile.norms import measure_norms
-from planner.profile.progress import Progress
 from planner.search.partition import NEAR, best_partition
 from planner.verify import VerifyError, verify
 from runtime.comm.world import World
@@ -270,7 +271,10 @@ def test_wrong_options_of_the_pass() -> None:
 
 
 def test_only_layerwise_optimizers_have_norms_to_time() -> None:
-    parameters = {f"g{index}": nn.Parameter(torch.ones(3, numel)) for index, (numel, _) in enumerate(ROWS[:3])}
+    model = nn.Module()
+    for index, (numel, _) in enumerate(ROWS[:3]):
+        model.register_parameter(f"g{index}", nn.Parameter(torch.ones(3, numel)))
+    parameters = dict(model.named_parameters())
     compute = replace(parse_profile(profile_document(ROWS[:3])).compute, norms=None)
     for optimizer, names in (
         (torch.optim.SGD(parameters.values(), lr=0.1), None),
@@ -279,5 +283,6 @@ def test_only_layerwise_optimizers_have_norms_to_time() -> None:
         (LARS(parameters.values(), lr=0.1), ["g0", "g1", "g2"]),
         (LAMB([parameters["g0"], parameters["g1"], nn.Parameter(torch.ones(2, 2))]), ["g0", "g1"]),
     ):
-        found = measure_norms(parameters, optimizer, compute, World(), torch.device("cpu"), Progress())
+        training = Training(model, lambda _: None, optimizer)
+        found = measure_norms(training, Bench(World(), torch.device("cpu")), compute)
         assert (found and [layer.name for layer in found.layers]) == names

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli.app import main
-from planner.comparison.variants import make_variants
+from planner.comparison.variants import make_lineup
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.solvers import SOLVER_SKIPPED
@@ -302,12 +302,12 @@ def test_local_updaters_share_no_step() -> None:
 
 def test_the_bare_loop_of_a_comparison_updates_all_weights() -> None:
     plan = allowed(profile())
-    bare = next(one for one in make_variants(plan, None, []) if one.name == "none")
+    bare = next(one for one in make_lineup(plan, None, []).variants if one.name == "none")
     assert bare.predicted_us == pytest.approx(711.0 + 400.0)
 
 
 def test_the_pass_leaves_phases_on_two_kinds_of_link_alone() -> None:
     step = problem()
     torus = Schedule.from_boundaries([5], TORUS_2D)
-    assert ShardUpdates().shared_step(torus, step) is None
-    assert ShardUpdates(step="always").shared_step(torus, step) is not None
+    assert ShardUpdates().sharded(torus, step) is None
+    assert ShardUpdates(step="always").sharded(torus, step) is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import usual_document
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner import optimize, simulate
@@ -27,7 +27,7 @@ from planner.online.measuring import (
     us_per_byte,
     with_own_messages,
 )
-from planner.online.trying import APART, FEWEST_ROUNDS, MOST_ROUNDS, MOST_SIZES, climb, judge
+from planner.online.trying import FEWEST_ROUNDS, MIN_BUCKET_RATIO, MOST_ROUNDS, MOST_SIZES, climb, judge
 from runtime.plan import parse_plan
 
 NAMES = ("the plan of 3 buckets", "DDP's buckets")
@@ -78,6 +78,7 @@ def test_a_trial_ends_where_it_has_lost_what_it_may() -> None:
 
 
 @given(st.sets(st.integers(1, 200), max_size=9), st.integers(1, 200), st.integers(1, 200))
+@example({6, 11}, 5, 8)
 def test_trials_of_sizes_go_where_steps_become_shorter(counts: set[int], present: int, best: int) -> None:
     """Steps are the longer the further, by ratio, a number of buckets is from the best one."""
 
@@ -91,7 +92,7 @@ def test_trials_of_sizes_go_where_steps_become_shorter(counts: set[int], present
         while True:
             tried.append(count)
             assert count in counts
-            assert max(count / at, at / count) >= APART
+            assert max(count / at, at / count) >= MIN_BUCKET_RATIO
             faster = step(count) < step(at)
             at = count if faster else at
             count = sizes.send(faster)
@@ -99,7 +100,7 @@ def test_trials_of_sizes_go_where_steps_become_shorter(counts: set[int], present
     assert len(set(tried)) == len(tried)
     assert step(at) <= step(present)
     if len(tried) < MOST_SIZES:
-        assert all(step(at) <= step(one) for one in counts if not at / APART < one < at * APART)
+        assert all(step(at) <= step(one) for one in counts if not at / MIN_BUCKET_RATIO < one < at * MIN_BUCKET_RATIO)
 
 
 def test_one_bucket_is_tried_where_a_few_are_slower_than_some() -> None:

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner.profile import compute, contention, links, request
-from planner.profile.compute import RankTimes, combine, spread_of
+from planner.profile.bench import Bench, fit
+from planner.profile.compute import RankTimes, Training, combine, spread_of
 from planner.profile.contention import Seen, solve
-from planner.profile.links import fit, message_sizes, undisturbed
+from planner.profile.links import Limits, message_sizes, undisturbed
 from planner.profile.measuring import _describe
-from planner.profile.progress import Progress
 from planner.profile.request import Phases, Wanted
 from runtime.comm.world import World
+
+BENCH = Bench(World(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -142,18 +144,19 @@ def test_a_parameter_that_no_rank_used_is_left_out() -> None:
     ],
 )
 def test_contention_is_measured_with_messages_that_fit_beside_backward(
-    monkeypatch: pytest.MonkeyPatch, us_per_byte: float, backward_us: float, expected: list[tuple[int, int]]
+    us_per_byte: float, backward_us: float, expected: list[tuple[int, int]]
 ) -> None:
     class Flood:
         def choose(self, kind: int, size_bytes: int, messages: int) -> None:
             self.time_us = size_bytes * us_per_byte * messages
 
-    monkeypatch.setattr(contention, "_alone", lambda flood, *_: flood.time_us)
-    runner = SimpleNamespace(clock=None)
+        def alone_us(self, clock: None) -> float:
+            return self.time_us
+
     kinds = ("all_reduce", "all_gather")
 
     def fitting(model_bytes: int, probing_s: float = 1e3) -> list[contention.Sort]:
-        return contention._fitting(runner, Flood(), World(), backward_us, model_bytes, kinds, probing_s)  # type: ignore[arg-type]
+        return contention._fitting(Flood(), None, backward_us, model_bytes, kinds, probing_s)  # type: ignore[arg-type]
 
     sizes = [(size, min(64, max(2, count))) for size, count in expected]
     assert fitting(5 * 2**20) == [(kind, *sort) for kind in kinds for sort in sizes]
@@ -183,8 +186,8 @@ class Link:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.spent_s = bytes_per_s, 0.0
 
-    def timed(self, run: Callable[[], float | None], *_: object) -> tuple[float, float]:
-        """Microseconds until done and until all ranks met again; in place of `links._timed`."""
+    def timed(self, bench: Bench, run: Callable[[], float | None], everybody: World) -> tuple[float, float]:
+        """Microseconds until done and until all ranks met again; in place of `links._timed_us`."""
         time_s = (run() or 0.0) / self.bytes_per_s
         self.spent_s += time_s
         return 1e6 * time_s, 1e6 * time_s
@@ -196,10 +199,9 @@ def test_no_collective_takes_longer_than_it_may_on_slow_links(
 ) -> None:
     """553 MB on 200 Mbit/s take 22 s a message: what is timed ends before, and its last segment spans a factor of 4."""
     link, model_bytes = Link(bytes_per_s), 553_430_176
-    monkeypatch.setattr(links, "_timed", link.timed)
+    monkeypatch.setattr(links, "_timed_us", link.timed)
     sizes = message_sizes(model_bytes, 2)
-    device = torch.device("cpu")
-    curve = links._curve(World(), device, sizes, lambda size: lambda: size, Progress(), "all_reduce", 4.0)  # type: ignore[arg-type, return-value]
+    curve = links.measure_curve(BENCH, sizes, lambda size: lambda: size, "all_reduce", Limits(4.0))
     assert link.spent_s <= 4.0
     assert [time_us for _, time_us in curve] == pytest.approx([1e6 * size / bytes_per_s for size, _ in curve], abs=1e-3)
     if 4 * 2 * model_bytes / bytes_per_s < 4.0:
@@ -216,14 +218,12 @@ def test_a_message_lasts_until_its_last_rank_is_done(monkeypatch: pytest.MonkeyP
     part of the message, it tells nothing.
     """
 
-    def timed(run: Callable[[], int | None], *_: object) -> tuple[float, float]:
+    def timed(bench: Bench, run: Callable[[], int | None], everybody: World) -> tuple[float, float]:
         done_us = (run() or 0) / 1024 * 100.0
         return done_us, 1.1 * done_us + 20.0
 
-    monkeypatch.setattr(links, "_timed", timed)
-    device = torch.device("cpu")
-    sizes = [1024, 2048, 102400]
-    curve = links._curve(World(), device, sizes, lambda size: lambda: size, Progress(), "all_reduce", 4.0)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(links, "_timed_us", timed)
+    curve = links.measure_curve(BENCH, [1024, 2048, 102400], lambda size: lambda: size, "all_reduce", Limits(4.0))
     assert dict(curve) == pytest.approx({1024: 100.0, 2048: 220.0, 102400: 11_000.0})
 
 
@@ -254,8 +254,7 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch, durations_s: Iterator[float]
     monkeypatch.setattr(compute, "StepRunner", lambda *_, **__: steps)
     monkeypatch.setattr(compute, "rank_times", times)
     phases = Phases(Wanted.of("exact", 2, two_links=False, halves=True, norms=False).phases, 60.0, first=False)
-    model = nn.Linear(1, 1)
-    found = compute.measure_compute(model, None, lambda _: None, World(), Progress(), phases)
+    found = compute.measure_compute(Training(nn.Linear(1, 1), lambda _: None), BENCH, phases)
     return steps, found[0].backward_end_us
 
 
@@ -298,12 +297,11 @@ def test_steps_that_differ_much_are_told_from_steady_ones() -> None:
 
 def test_an_optimizer_that_leaves_parameters_out_is_known() -> None:
     model = nn.Linear(2, 2)
-    parameters = dict(model.named_parameters())
     for held, all_of_them in ((list(model.parameters()), True), ([model.weight], False)):
-        described = _describe(torch.optim.SGD(held, lr=0.1), parameters)
+        described = _describe(Training(model, lambda _: None, torch.optim.SGD(held, lr=0.1)))
         assert described is not None
         assert (described.name, described.elementwise, described.holds_all) == ("SGD", True, all_of_them)
-    assert _describe(None, parameters) is None
+    assert _describe(Training(model, lambda _: None)) is None
 
 
 def test_one_disturbed_size_is_left_out_and_nothing_else() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.comparison.measure import LEAST_ROUNDS
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVariant
 from planner.rehearse import bucketed_ranks, ranks
 from runtime.errors import InputError
@@ -29,12 +30,16 @@ def test_rounds_fit_into_what_is_left(
     variants = [variant(NO_COMMUNICATION, 1.0), variant(DDP, slower), variant(PLAN, slower)]
     variants += [variant(f"s{number}", factor) for number, factor in enumerate(factors)]
     sizes = [(float(n), variant(f"ddp:{n}", slower)) for n in range(caps)]
-    if sum(each.least_s for each in bucketed_ranks._blocks(variants, 1, DILATE)) > left_s:
+
+    def blocks_of(steps: int) -> list[ranks.Blocks]:
+        return bucketed_ranks.blocks_of(variants, steps, DILATE)
+
+    if sum(each.least_s for each in blocks_of(1)) > left_s:
         with pytest.raises(InputError, match="expected --minutes"):
-            bucketed_ranks._rounds(variants, sizes, left_s, 4.0, DILATE)
+            ranks.choose_rounds(blocks_of, sizes, left_s, 4.0)
         return
-    rounds = bucketed_ranks._rounds(variants, sizes, left_s, 4.0, DILATE)
-    assert rounds.count >= ranks.LEAST_ROUNDS
+    rounds, chosen = ranks.choose_rounds(blocks_of, sizes, left_s, 4.0)
+    assert rounds.count >= LEAST_ROUNDS
     assert rounds.steps >= 1
     assert set(rounds.brief) == {
         one.name for one in variants if DILATE * (one.predicted_us or 0.0) > bucketed_ranks.SLOW * 1e3 * step_ms
@@ -42,19 +47,15 @@ def test_rounds_fit_into_what_is_left(
     ddp_s = slower * step_ms / 1e3
     measured = [(one.name, DILATE * (one.predicted_us or 0.0) / 1e6) for one in variants]
     total_s = 0.0
-    if rounds.caps:  # DDP's best size is measured with the others
+    if chosen:  # DDP's best size is measured with the others
         assert DDP not in rounds.brief
         measured.append(("best", ddp_s))
-        total_s = (
-            bucketed_ranks.SWEEP.blocks(len(rounds.caps))
-            * (bucketed_ranks.WARM_UP_STEPS + bucketed_ranks.SWEEP.steps)
-            * ddp_s
-        )
+        total_s = ranks.SWEEP.blocks(len(chosen)) * (ranks.WARM_UP_STEPS + ranks.SWEEP.steps) * ddp_s
     one_more_s = 0.0
     for name, step_s in measured:
         brief = name in rounds.brief
-        round_s = step_s * (bucketed_ranks.WARM_UP_STEPS + (1 if brief else rounds.steps))
-        total_s += step_s * (1 if brief else 2) + (ranks.LEAST_ROUNDS if brief else rounds.count) * round_s
+        round_s = step_s * (ranks.WARM_UP_STEPS + (1 if brief else rounds.steps))
+        total_s += step_s * (1 if brief else 2) + (LEAST_ROUNDS if brief else rounds.count) * round_s
         one_more_s += 0.0 if brief else round_s
     assert total_s <= left_s * (1 + 1e-9)
     if rounds.count < ranks.MOST_ROUNDS and rounds.steps == ranks.BLOCK_STEPS:

@@ -8,13 +8,13 @@ import pytest
 
 from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.machines import describe_nccl
+from planner.documents.machines import Machines, describe_machines
 from planner.fsdp2.inputs import baselines_of
 from planner.fsdp2.program import Shape
 from planner.fsdp2.simulator import simulate
 from planner.model.modes import model_of
 from planner.model.problem import make_problem
-from planner.rehearse.asked import make_asked, make_asked_wrappings
+from planner.rehearse.asked import ask_plan, ask_wrappings, find_target
 from planner.rehearse.scale import Links, Machine, Scale, check_profile, choose_scale, links_of, on_hosts, scaled_plan
 from planner.strategies.baselines import wfbp
 from runtime.errors import InputError
@@ -44,9 +44,7 @@ def test_a_scaled_step_is_the_step_dilated(name: str) -> None:
 
 def test_scaled_units_are_the_units_dilated_and_shrunk() -> None:
     """A wrapping's step takes D times as long over links of the scaled rate, and an S-th of the memory."""
-    asked = make_asked_wrappings(
-        "bert-large", "v100-16x8-25gbe", "4x1", max_memory_mib=None, minutes=1.0, dilate=None, shrink=None
-    )
+    asked = ask_wrappings(find_target("bert-large", "v100-16x8-25gbe", "4x1"))
     scale, setting = Scale(dilate=6.0, shrink=4.0), asked.setting(asked.cluster)
     costs = setting.costs(None)
     slow = replace(
@@ -79,31 +77,28 @@ def test_a_lossy_plan_fits_the_scaled_model() -> None:
 
 def test_the_scale_matches_start_ups_and_leaves_sockets_idle() -> None:
     links = Links(start_up_us=250.0, us_per_byte=1e-3, inter_bits_per_s=1e10, intra_bits_per_s=None)
-    machine = Machine(update_us_per_byte=1e-5, start_up_us=2000.0, us_per_byte=4e-3, memory_bytes=24 * GIB)
+    machine = Machine(ranks=8, update_us_per_byte=1e-5, start_up_us=2000.0, us_per_byte=4e-3, memory_bytes=24 * GIB)
     profile = find_profile("resnet50")
 
     def chosen(**given: float | None) -> Scale:
         options = {"most_dilate": 100.0, "dilate": None, "shrink": None} | given
-        return choose_scale(links, machine, profile, 8, **options)  # type: ignore[arg-type]
+        return choose_scale(links, machine, profile, **options)  # type: ignore[arg-type]
 
     assert chosen() == Scale(dilate=8.0, shrink=5.0)  # 4e-3 / 1e-3 / 0.1 = 40 = 8 · 5
     assert chosen(most_dilate=4.0) == Scale(dilate=4.0, shrink=10.0)
     assert chosen(dilate=16.0) == Scale(dilate=16.0, shrink=2.5)
     assert chosen(shrink=8.0) == Scale(dilate=8.0, shrink=8.0)
-    for wrong in ({"dilate": 0.5}, {"shrink": 0.0}):
-        with pytest.raises(InputError, match="expected 1 to"):
-            chosen(**wrong)
 
 
 def test_models_that_do_not_fit_are_shrunk_or_refused() -> None:
     links = Links(start_up_us=250.0, us_per_byte=1.0, inter_bits_per_s=1e7, intra_bits_per_s=None)
-    machine = Machine(update_us_per_byte=1e-5, start_up_us=250.0, us_per_byte=0.0, memory_bytes=4 * GIB)
+    machine = Machine(ranks=8, update_us_per_byte=1e-5, start_up_us=250.0, us_per_byte=0.0, memory_bytes=4 * GIB)
     profile = find_profile("vgg16")
-    scale = choose_scale(links, machine, profile, 8, most_dilate=9.0, dilate=None, shrink=None)
+    scale = choose_scale(links, machine, profile, most_dilate=9.0, dilate=None, shrink=None)
     held = 6 * 8 * sum(each.size_bytes for each in profile.compute.gradients) / scale.shrink
     assert held <= 0.6 * machine.memory_bytes
     with pytest.raises(InputError, match=r"GiB; shrink by .* or more"):
-        choose_scale(links, machine, profile, 8, most_dilate=9.0, dilate=None, shrink=scale.shrink / 2)
+        choose_scale(links, machine, profile, most_dilate=9.0, dilate=None, shrink=scale.shrink / 2)
 
 
 def test_what_cannot_be_rehearsed_is_refused() -> None:
@@ -121,12 +116,12 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
 
 def test_described_machines_are_rehearsed_on_any_hosts() -> None:
     """No link is measured there: rates are those of the cards, and of what joins accelerators of a node."""
-    machines = describe_nccl(nodes=2, gpus=8, gpu="a40", nic="2x100gbit", intra="24gbyte", network="roce")
+    machines = describe_machines(Machines(nodes=2, gpus=8, gpu="a40", nic="2x100gbit", intra="24gbyte", network="roce"))
     for hosts, each in ((8, 1), (4, 2), (2, 8)):
         found = links_of(on_hosts(machines, hosts, each))
         assert found.inter_bits_per_s == pytest.approx(200e9)
         assert found.intra_bits_per_s == (None if each == 1 else pytest.approx(192e9))
-    alone = describe_nccl(nodes=1, gpus=8, gpu="a100")
+    alone = describe_machines(Machines(nodes=1, gpus=8, gpu="a100"))
     with pytest.raises(InputError, match=r'no link constants between nodes \("inter"\).*expected them$'):
         on_hosts(alone, 4, 2)
     measured = find_cluster("v100-4x4-10gbe")
@@ -135,9 +130,7 @@ def test_described_machines_are_rehearsed_on_any_hosts() -> None:
 
 
 def test_what_is_rehearsed_computes_as_long_as_on_the_clusters_accelerator() -> None:
-    asked = make_asked(
-        "gpt2@dgx-h100", None, "4x1", strategies=(), accuracy="exact", allow=(), minutes=1.0, dilate=None, shrink=None
-    )
+    asked = ask_plan(find_target("gpt2@dgx-h100", None, "4x1"), strategies=())
     problem = make_problem(find_profile("gpt2"), find_cluster("dgx-h100"))
     assert asked.profile.compute.forward_us == problem.forward_us
 
@@ -149,13 +142,12 @@ def test_what_is_rehearsed_computes_as_long_as_on_the_clusters_accelerator() -> 
         ({"hosts": "300x1"}, "expected 2 to 256"),
         ({"hosts": "1x1"}, "expected 2 to 256"),
         ({"hosts": "2x1", "minutes": 0.0}, "--minutes"),
+        ({"hosts": "2x1", "dilate": 0.5}, "--dilate: found 0.5, expected 1 to"),
+        ({"hosts": "2x1", "shrink": 0.0}, "--shrink: found 0, expected 1 to"),
         ({"name": "resnet50", "hosts": "2x1"}, "found no cluster"),
     ],
 )
 def test_wrong_options(options: dict[str, object], words: str) -> None:
-    usual = {
-        "name": "resnet50@v100-16x8-25gbe", "cluster": None, "hosts": None, "strategies": (), "accuracy": "exact",
-        "allow": (), "minutes": 1.0, "dilate": None, "shrink": None,
-    }  # fmt: skip
+    usual = {"name": "resnet50@v100-16x8-25gbe", "cluster": None, "hosts": None}
     with pytest.raises(InputError, match=words):
-        make_asked(**(usual | options))  # type: ignore[arg-type]
+        find_target(**(usual | options))  # type: ignore[arg-type]

@@ -15,11 +15,10 @@ from forms import at_ratios
 from planner import optimize, simulate
 from planner.decide.strategies import MIXED, make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
-from planner.ir import Schedule
+from planner.ir import GAIN, Schedule
 from planner.model.compression import Limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
-from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
 from planner.ir import TIE, Schedule
-from planner.model.modes import simulate_schedule
+from planner.model.modes import best_of, simulate_schedule
 from planner.model.problem import Problem
 from planner.model.step import Overlap, State
-from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention
+from planner.passes.merge import Merge, merge_problem, merge_without_contention
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge import merge_exact
 from planner.search.merge_contended import MAX_GRID, end_us, improve, merge_contended, replay

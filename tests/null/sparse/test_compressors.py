@@ -45,6 +45,7 @@ from runtime.sparse.compressors.wire import (
     NATIVE,
     ROUNDINGS,
     WIRE_DTYPES,
+    Coded,
     Rounded,
     Scaled,
     make_wire,
@@ -356,7 +357,7 @@ def test_float8_is_decoded_as_torch_does() -> None:
     codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
     values = codes.to(torch.float32)
     scales, found = torch.ones(1, 1, 1), torch.empty(1, 1, 256)
-    Scaled(torch.float8_e4m3fn, 256).decode(codes.view(1, 1, 256), scales, found, torch.empty(2, 1, 1, 256))
+    Scaled(torch.float8_e4m3fn, 256).decode(Coded(codes.view(1, 1, 256), scales), found, torch.empty(2, 1, 1, 256))
     assert torch.equal(found.view(-1)[values.isfinite()], values[values.isfinite()])
 
 

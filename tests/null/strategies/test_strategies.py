@@ -21,7 +21,7 @@ from builders import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decide.strategies import BASELINES, BOUNDED, RELAXED, STRATEGIES, accuracy_of, make_schedule
+from planner.decide.strategies import BASELINES, STRATEGIES, accuracy_of, make_schedule
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
@@ -86,10 +86,7 @@ def test_baselines_are_strategies() -> None:
     assert set(BASELINES) == {"wfbp", "single", "mg_wfbp", "ddp"}
     assert set(BASELINES) <= set(STRATEGIES)
     assert list(STRATEGIES) == sorted(STRATEGIES)
-    assert set(STRATEGIES) > BOUNDED
-    assert set(STRATEGIES) > RELAXED
-    assert not (BOUNDED | RELAXED) & set(BASELINES)
-    assert not BOUNDED & RELAXED
+    assert {accuracy_of(name) for name in BASELINES} == {"exact"}
 
 
 @pytest.mark.parametrize("name", ["best", "", ":", "WFBP", "ddp2", "optimal "])

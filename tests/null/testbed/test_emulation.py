@@ -15,7 +15,7 @@ from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.testbed import namespaces, wiring
-from planner.testbed.hosts import VARIABLE, EmulatedHosts, emulated_hosts, emulation_here, parse_emulation
+from planner.testbed.hosts import VARIABLE, emulated_hosts, emulation_here, parse_emulation, place_on
 from planner.testbed.namespaces import Namespace, NoNamespaces
 from runtime.errors import EnvironmentFailure, InputError
 
@@ -35,8 +35,10 @@ def test_shapes_and_rates(text: str, hosts: int, ranks_per_host: int, bits_per_s
     found = parse_emulation(text)
     assert (found.hosts, found.ranks_per_host, found.bits_per_s) == (hosts, ranks_per_host, bits_per_s)
     assert (found.spec, found.ranks) == (spec, hosts * ranks_per_host)
-    place = EmulatedHosts(found, Namespace(-1), (Namespace(-2),) * hosts).place
-    assert [place(rank).host for rank in range(found.ranks)] == sorted([*range(hosts)] * ranks_per_host)
+    namespaces = [Namespace(-2)] * hosts
+    assert [place_on(found, namespaces, rank).host for rank in range(found.ranks)] == sorted(
+        [*range(hosts)] * ranks_per_host
+    )
 
 
 WRONG = [
@@ -222,10 +224,10 @@ def test_a_failure_while_wiring_lets_go_of_every_namespace(monkeypatch: pytest.M
     monkeypatch.setattr(Namespace, "make", make)
     monkeypatch.setattr(Namespace, "close", lambda namespace: closed.append(namespace))
     monkeypatch.setattr("planner.testbed.hosts.wire", fail)
-    with pytest.raises(KeyboardInterrupt):
-        EmulatedHosts.make(parse_emulation("3x1@1gbit"))
+    with pytest.raises(KeyboardInterrupt), emulated_hosts(parse_emulation("3x1@1gbit")):
+        pass
     assert len(made) == 4
-    assert closed == made
+    assert closed[::-1] == made
 
 
 def emulated_document(kind: str) -> dict[str, Any]:

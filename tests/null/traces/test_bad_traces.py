@@ -95,7 +95,7 @@ def test_an_odd_event_changes_nothing(tmp_path: Path, fields: dict[str, Any]) ->
     run = read_run([str(path)])
     assert [step.numel for step in run.steps] == [Job().sizes] * 3
     if fields.get("dur", 1.0) != 1.0:
-        assert any("negative or absurd duration" in note for note in run.notes)
+        assert any("negative or absurd times" in note for note in run.notes)
 
 
 def pair(tmp_path: Path, job: Job, edit: Callable[[dict[str, Any]], Any] = lambda document: None) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from made_traces import Job, make_traces, write_trace
 
 from planner.cli.app import main
+from planner.documents.profile import load_profile
 
 Outcome = tuple[int, str, str]
 
@@ -53,6 +54,32 @@ def test_import_as_json(command: Callable[..., Outcome]) -> None:
     assert [gradient["numel"] for gradient in found["gradients"]] == list(Job().sizes)
     assert {message["last_rank"] for message in found["messages"]} >= {1}
     assert abs(found["replay_error"]) < 0.03
+
+
+JOB = f"""
+import torch
+import planner
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for at, numel in reversed(list(enumerate({Job().sizes}))):
+            self.register_parameter(f"p{{at}}", torch.nn.Parameter(torch.zeros(numel)))
+def job():
+    return planner.TrainingJob(model=Model(), loss=len, batch=len, optimizer=len)
+def other():
+    return planner.TrainingJob(model=torch.nn.Linear(3, 3), loss=len, batch=len, optimizer=len)
+"""
+
+
+def test_names_of_a_job(command: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    assert command("import", "ranks", "--job", "job.py:job", "-o", "p.json")[0] == 0
+    profile = load_profile(tmp_path / "p.json")
+    assert [gradient.name for gradient in profile.compute.gradients] == [f"p{at}" for at in range(len(Job().sizes))]
+    assert (profile.model.name, (profile.model.fingerprint or "")[:7]) == ("job.py:job", "sha256:")
+    code, _, err = command("import", "ranks", "--job", "job.py:other")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "found 8 gradients, and 2 trainable parameters in the job" in err
 
 
 def test_explain_a_directory(command: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -99,6 +126,7 @@ def test_a_doubtful_replay_comes_before_advice(command: Callable[..., Outcome], 
         (["import", "ranks", "-o", "absent/p.json"], "absent/p.json: there is no folder absent"),
         (["import", "ranks", "--step-ms", "-1"], "--step-ms: found -1"),
         (["import", "ranks", "--parallel", "tp"], "--parallel: found 'tp'"),
+        (["import", "ranks", "--parallel", "fsdp2"], "--parallel: found fsdp2, and no annotation FSDP::pre_forward in"),
         (["import", "ranks/rank0.json.gz", "-o", "ranks/rank0.json.gz"], "found the input file"),
         (["explain", "ranks", "--measured", "m.json"], "--measured: found it with the trace ranks"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_traces import Job, make_traces, write_trace
 
-from planner.decide.cluster_fit import fit_cluster
+from planner.decide.cluster_fit import Stated, fit_cluster
 from planner.traces.measured_logs import measured_logs
 from runtime.errors import InputError
 
@@ -55,7 +55,7 @@ def test_parts_are_made_whole(tmp_path: Path) -> None:
 
 
 def test_a_cluster_is_fitted(tmp_path: Path) -> None:
-    fitted = fit_cluster(measured_logs(str(inspected(tmp_path))), gpu="a100")
+    fitted = fit_cluster(measured_logs(str(inspected(tmp_path))), stated=Stated(gpu="a100"))
     assert (fitted.cluster.nodes, fitted.cluster.ranks_per_node, fitted.cluster.library) == (1, 8, "nccl")
 
 

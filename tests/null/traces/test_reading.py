@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from made_traces import Job, make_traces, write_trace
 
+from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.traces.events import Run
+from planner.traces.gradients import Parameter
 from planner.traces.of_ranks import read_run
 from planner.traces.replayed import replay
-from planner.traces.to_profile import Parameter, profile_of
+from planner.traces.to_profile import profile_of
 from runtime.errors import InputError
+from runtime.plan import ModelReference
+
+MODEL = ModelReference(name="m")
 
 
 def run_of(tmp_path: Path, job: Job, ranks: int = 1) -> Run:
@@ -50,7 +55,7 @@ def test_readiness_is_the_end_of_kernels(tmp_path: Path) -> None:
 def test_the_curve_and_the_replay(tmp_path: Path) -> None:
     job = Job(late_us=(0.0, 900.0))
     run = run_of(tmp_path, job, ranks=2)
-    profile = profile_of(run, name="m")
+    profile = profile_of(run, MODEL)
     assert profile.cluster is not None
     assert profile.cluster.samples is not None
     for size_bytes, time_us in profile.cluster.samples["all_reduce"]:
@@ -70,12 +75,12 @@ def test_the_last_rank_is_found_without_common_clocks(tmp_path: Path) -> None:
     first = run.steps[0].buckets[0]
     assert first.last_rank == 1
     assert max(first.arrivals_us) == pytest.approx(900.0, abs=50.0)
-    assert not any("upper bound" in note for note in profile_of(run, name="m").notes or ())
+    assert not any("upper bound" in note for note in profile_of(run, MODEL).notes or ())
 
 
 def test_one_rank_gives_an_upper_bound(tmp_path: Path) -> None:
     job = Job(late_us=(0.0, 900.0))
-    profile = profile_of(run_of(tmp_path, job), name="m")
+    profile = profile_of(run_of(tmp_path, job), MODEL)
     assert profile.cluster is not None
     assert profile.cluster.samples is not None
     samples = profile.cluster.samples["all_reduce"]
@@ -92,7 +97,7 @@ def test_the_synchronizing_micro_batch_is_the_step(tmp_path: Path) -> None:
 
 
 def test_a_compiled_backward_is_said(tmp_path: Path) -> None:
-    profile = profile_of(run_of(tmp_path, Job(compiled=True)), name="m")
+    profile = profile_of(run_of(tmp_path, Job(compiled=True)), MODEL)
     assert any("as of a compiled model" in note for note in profile.notes or ())
 
 
@@ -112,38 +117,59 @@ def test_steps_are_found_without_marks(tmp_path: Path) -> None:
 def test_sizes_are_shared_out_where_nothing_records_them(tmp_path: Path) -> None:
     job = Job(shapes=False, copies=False)
     run = run_of(tmp_path, job)
-    profile = profile_of(run, name="m")
+    profile = profile_of(run, MODEL)
     assert sum(gradient.numel for gradient in profile.compute.gradients) == sum(job.sizes)
     assert any("shared out evenly" in note for note in profile.notes or ())
-    named = profile_of(run, name="m", parameters=parameters(job))
+    named = profile_of(run, MODEL, parameters(job))
     assert [gradient.numel for gradient in named.compute.gradients] == list(job.sizes)
 
 
 def parameters(job: Job) -> list[Parameter]:
-    return [Parameter(f"layer{at}.weight", numel) for at, numel in reversed(list(enumerate(job.sizes)))]
+    return [Parameter(f"layer{at}.weight", (numel,)) for at, numel in reversed(list(enumerate(job.sizes)))]
 
 
 def test_names_of_the_job(tmp_path: Path) -> None:
     job = Job()
     run = run_of(tmp_path, job)
-    profile = profile_of(run, name="m", parameters=parameters(job))
+    profile = profile_of(run, MODEL, parameters(job))
     assert [gradient.name for gradient in profile.compute.gradients] == [f"layer{at}.weight" for at in range(8)]
-    other = [*parameters(job)[:-1], Parameter("head.bias", 999)]
+    other = [*parameters(job)[:-1], Parameter("head.bias", (999,))]
     with pytest.raises(InputError, match=r"found 1000 elements in gradient 0, expected 999, those of head.bias"):
-        profile_of(run, name="m", parameters=other)
+        profile_of(run, MODEL, other)
     with pytest.raises(InputError, match="8 gradients, and 7 trainable parameters"):
-        profile_of(run, name="m", parameters=parameters(job)[1:])
+        profile_of(run, MODEL, parameters(job)[1:])
+
+
+def test_groups_of_fsdp2_are_units(tmp_path: Path) -> None:
+    job = Job(modules=("layers.1", "layers.0", ""), copies=False)
+    run = run_of(tmp_path, job)
+    profile = profile_of(run, MODEL)
+    names = [gradient.name for gradient in profile.compute.gradients]
+    assert names[1:3] == ["layers.1.gradient_1", "layers.0.gradient_2"]
+    assert names[-1] == "gradient_7"
+    assert profile.units is not None
+    assert [unit.module for unit in profile.units.units] == ["layers.0", "layers.1"]
+    # Forward of the root is the last unit's, its backward that of the group before.
+    forwards = [unit.forward_us for unit in profile.units.units]
+    assert forwards[0] == pytest.approx(3 * job.layer_us / 2)
+    assert sum(forwards) == pytest.approx(len(job.sizes) * job.layer_us / 2)
+    assert sum(unit.backward_us for unit in profile.units.units) == pytest.approx(profile.compute.backward_us, abs=1.0)
+    sizes = {weight.modules: weight.numel for weight in profile.units.weights}
+    assert sizes == {("layers.0",): sum(job.sizes[2:5]), ("layers.1",): sum(job.sizes[:2]), ("",): sum(job.sizes[5:])}
+    plan = optimize_wrapping(WrappingRequest(profile=profile))
+    assert plan.fsdp2 is not None
+    assert replay(run, profile) is not None
 
 
 def test_a_step_without_the_profiler(tmp_path: Path) -> None:
     slow, fast = (run_of(tmp_path, Job(host_us=host_us)) for host_us in (600.0, 0.0))
-    alone = profile_of(fast, name="m").compute
+    alone = profile_of(fast, MODEL).compute
     steps = [step.span_us + (step.gap_us or 0.0) for step in fast.steps]
-    profile = profile_of(slow, name="m", step_ms=float(np.median(steps)) / 1e3)
+    profile = profile_of(slow, MODEL, step_ms=float(np.median(steps)) / 1e3)
     assert profile.compute.step_us == pytest.approx(alone.step_us, rel=0.05)
     assert any("taken out" in note for note in profile.notes or ())
     with pytest.raises(InputError, match="--step-ms: found"):
-        profile_of(slow, name="m", step_ms=0.1)
+        profile_of(slow, MODEL, step_ms=0.1)
 
 
 def test_archives(tmp_path: Path) -> None:

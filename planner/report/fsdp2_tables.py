@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from planner.documents.text import mebibytes, milliseconds, pluralize, sanitize
+from planner.report.listing import Listing, step_rows
 from runtime.plan import FullyShardPlan, Plan
 from runtime.plan.fully_sharded import ROOT
-
-
-class Listing(NamedTuple):
-    """A table of texts."""
-
-    title: str
-    columns: tuple[str, ...]
-    left: tuple[str, ...]
-    """Columns that are aligned to the left."""
-    rows: list[tuple[str, ...]]
 
 
 def wrapping_listings(plan: Plan, spec: FullyShardPlan, *, groups: bool) -> Iterator[Listing]:
     """Give the plan and what users have instead; with `groups` every group; and time over memory."""
     title = f"{sanitize(plan.model.name)}, {pluralize(plan.world.ranks, 'rank')}, FSDP2: predicted time of one step"
     columns: tuple[str, ...] = ("wrapping", "groups", "step (ms)", "exposed (ms)", "step / plan")
-    yield Listing(title, columns, ("wrapping",), list(_summary_rows(plan, spec)))
+    said = plan.predicted.buckets if plan.predicted else None
+    steps = step_rows(plan, "plan", len(spec.groups) if said is None else said)
+    yield Listing(title, columns, [(sanitize(name), *cells) for name, *cells in steps], left=("wrapping",))
     if groups:
         columns = ("group", "after forward", "fetched ahead in forward", "in backward")
         rows = [tuple(map(sanitize, row)) for row in _group_rows(spec)]
-        yield Listing("groups in the order of forward", columns, columns, rows)
+        yield Listing("groups in the order of forward", columns, rows, left=columns)
     if spec.frontier:
         columns = ("peak", "groups", "kept", "step (ms)")
         rows = [
             (mebibytes(point.peak_bytes), str(point.groups), str(point.kept), milliseconds(point.iteration_us))
             for point in spec.frontier
         ]
-        yield Listing("time over memory, of the wrappings looked at", columns, (), rows)
-
-
-def _summary_rows(plan: Plan, spec: FullyShardPlan) -> Iterator[tuple[str, ...]]:
-    base_us = plan.predicted.iteration_us if plan.predicted else 0.0
-    steps = [("plan", plan.predicted)] if plan.predicted else []
-    steps += sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
-    for name, step in steps:
-        count = len(spec.groups) if name == "plan" and step.buckets is None else step.buckets
-        ratio = f"{step.iteration_us / base_us:.3f}" if base_us > 0.0 else ""
-        groups = "" if count is None else str(count)
-        yield sanitize(name), groups, milliseconds(step.iteration_us), milliseconds(step.exposed_us), ratio
+        yield Listing("time over memory, of the wrappings looked at", columns, rows)
 
 
 def _group_rows(plan: FullyShardPlan) -> list[tuple[str, str, str, str]]:

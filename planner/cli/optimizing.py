@@ -1,0 +1,67 @@
+"""`planner optimize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from planner.cli.commands import DECIDING, Optimize
+from planner.cli.options import chosen, printed_json, split_items
+from planner.decide.given import given_request
+from planner.decide.optimize import decide
+from planner.decide.plan_request import Request
+from planner.decide.solvers import SOLVER_SKIPPED
+from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.profile import unmeasured
+from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
+from planner.passes import PASSES
+from planner.report.files import check_writable
+from planner.report.listing import make_console
+from planner.report.tables import accuracy_lines, print_plan
+from runtime.errors import InputError
+from runtime.plan import Plan
+
+
+def optimize(asked: Optimize) -> None:
+    """Make a plan, save it and print it."""
+    check_writable(asked.output, asked.profile, asked.cluster, asked.from_schedule)
+    common: dict[str, Any] = {
+        name: getattr(asked, name) for name in ("profile", "cluster", "accuracy", "max_memory_mib")
+    }
+    plan = optimize_wrapping(WrappingRequest(**common)) if asked.parallel else _buckets(asked, common)
+    plan.save(asked.output)
+    if not printed_json(plan.to_document):
+        wrote = f"wrote {asked.output}; see `planner explain {asked.output}`"
+        print_plan(plan, make_console(), buckets=False, more=(*_accuracy_lines(asked, plan), wrote))
+
+
+def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:
+    shown = asked.print_after
+    if shown is not None and shown not in ("all", *PASSES):
+        raise InputError(f"--print-after: found {shown!r}, expected all or one of: {', '.join(sorted(PASSES))}")
+
+    def after_pass(name: str, schedule: object, seconds: float) -> None:
+        if shown in ("all", name):
+            typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
+
+    allow = () if asked.allow is None else split_items("--allow", asked.allow)
+    if asked.from_schedule is not None:
+        given = chosen(asked)
+        for option in (option for option in (*DECIDING, "--max-rank") if option in given):
+            raise InputError(
+                f"{option}: found {given[option]}, which is about deciding, with --from-schedule; leave one of them out"
+            )
+    options = {**vars(asked.solving), **vars(asked.lossy), **common}
+    request = Request(passes=asked.passes, after_pass=after_pass, allow=allow, **options)
+    plan = decide(request if asked.from_schedule is None else given_request(request, asked.from_schedule))
+    if asked.solving.solver == "cpsat" and plan.sharded:
+        typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
+    return plan
+
+
+def _accuracy_lines(asked: Optimize, plan: Plan) -> list[str]:
+    if asked.parallel:
+        return []
+    machines = find_profile(asked.profile).cluster if asked.cluster is None else find_cluster(asked.cluster)
+    return accuracy_lines(plan, unmeasured(machines, asked.cluster or asked.profile) if machines else None)
