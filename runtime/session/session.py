@@ -388,7 +388,8 @@ class Session:
         """Predicted against measured, over the last steps of this run on this rank."""
         in_run = self.director is not None
         report = make_report(self.plan, self.recorder, self.world, self.samples, self.mode.sends, in_run=in_run)
-        return replace(report, norms=self._norms.report(), step=self.mode.report())
+        arrivals = self.monitor.arrivals.rows
+        return replace(report, norms=self._norms.report(), step=self.mode.report(), arrivals=arrivals)
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
