@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from planner.report.listing import Listing
 from planner.traces.events import Run, Step
 from planner.traces.replayed import OFF, Replay, own_schedule, replay
 from runtime.errors import InputError
+from runtime.plan.arrivals import RankArrival, compare_arrivals
 
 STRATEGIES = {
-    "optimal": "merging as `planner optimize` does",
+    "optimal": "merging as planner optimize does",
     "ddp": "DDP's default buckets",
     "wfbp": "a message for every gradient",
     "single": "one message",
@@ -58,15 +59,6 @@ class MessageRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRow:
-    """How often a rank arrived last at a message, and how long the others waited for it in a step."""
-
-    rank: int
-    last: int
-    others_waited_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Change:
     """Another way to communicate, and the step that is predicted of it."""
 
@@ -88,7 +80,7 @@ class Explanation:
     replay: Replay | None
     parts_us: dict[str, float | None]
     messages: tuple[MessageRow, ...]
-    ranks: tuple[RankRow, ...]
+    ranks: tuple[RankArrival, ...]
     changes: tuple[Change, ...]
 
     @property
@@ -148,7 +140,8 @@ def _round(time_us: float | None) -> float | None:
 
 
 def _parts(step: Step) -> dict[str, float | None]:
-    return {name: _round(getattr(step, field)) for name, field in PARTS.items()}
+    found = {name: getattr(step, field) for name, field in PARTS.items()}
+    return {name: None if time is None else round(time, 1) for name, time in found.items()}
 
 
 def explain_run(run: Run, profile: Profile) -> Explanation:
@@ -189,15 +182,11 @@ def _message_rows(run: Run, replayed: Replay | None) -> Iterator[MessageRow]:
             before = first.gradients
 
 
-def _rank_rows(run: Run) -> tuple[RankRow, ...]:
+def _rank_rows(run: Run) -> tuple[RankArrival, ...]:
     """Return for each traced rank how often it was last, and how long all others waited for it in a step."""
-    sent = [message for step in run.steps for message in step.messages if message.last_rank is not None]
-    rows = []
-    for rank in run.traced_ranks if sent else ():
-        mine = [message for message in sent if message.last_rank == rank]
-        waited_us = sum(max(message.arrivals_us) - at for message in mine for at in message.arrivals_us)
-        rows.append(RankRow(rank=rank, last=len(mine), others_waited_us=round(waited_us / len(run.steps), 3)))
-    return tuple(rows)
+    sent = [message.arrivals_us for step in run.steps for message in step.messages]
+    rows = compare_arrivals(([max(at) - one for one in at] for at in sent if at), run.traced_ranks)
+    return tuple(replace(row, others_waited_us=round(row.others_waited_us / len(run.steps), 3)) for row in rows)
 
 
 def _changes(run: Run, profile: Profile) -> Iterator[Change]:
@@ -223,7 +212,7 @@ def _wrappings(profile: Profile) -> Iterator[Change]:
     except InputError as error:
         yield Change(strategy="fsdp2", what="other groups", note=str(error))
         return
-    rows = {"groups as `planner optimize --parallel fsdp2` plans them": plan.predicted, **(plan.baselines or {})}
+    rows = {"groups as planner optimize --parallel fsdp2 plans them": plan.predicted, **(plan.baselines or {})}
     for name, predicted in rows.items():
         step_us = None if predicted is None else round(predicted.iteration_us, 3)
         yield Change(strategy="fsdp2", what=f"FSDP2: {name}", step_us=step_us)
@@ -242,12 +231,7 @@ def lines_of(explanation: Explanation) -> list[str]:
             f"the run's own {pluralize(len(found.buckets), 'bucket')}, replayed: {milliseconds(found.replayed_us)} ms, "
             f"traced: {milliseconds(found.traced_us)} ms; each step from the others' messages: {found.error:.1%} off"
         )
-    lines += [
-        f"rank {row.rank} arrived last at {pluralize(row.last, 'message')}; the others waited "
-        f"{milliseconds(row.others_waited_us)} ms a step for it"
-        for row in explanation.ranks
-    ]
-    return [sanitize(line, SENTENCE_CHARACTERS) for line in lines]
+    return [sanitize(line, SENTENCE_CHARACTERS) for line in (*lines, *map(str, explanation.ranks))]
 
 
 def message_listing(explanation: Explanation) -> Listing:
@@ -269,12 +253,13 @@ def message_listing(explanation: Explanation) -> Listing:
 
 def change_listing(explanation: Explanation) -> Listing:
     """Return what would change the step as a table."""
-    columns = ("what would change the step", "step (ms)", "saved", "note")
     rows = [
         (
-            change.what, milliseconds(change.step_us), "" if change.gain is None else f"{change.gain:+.1%}",
-            sanitize(change.note, 200),
+            sanitize(": ".join(filter(None, (change.what, change.note))), SENTENCE_CHARACTERS),
+            milliseconds(change.step_us),
+            "" if change.gain is None else f"{change.gain:+.1%}",
         )
         for change in explanation.changes
-    ]  # fmt: skip
-    return Listing("predicted steps", columns, rows, left=("what would change the step", "note"))
+    ]
+    columns = ("what would change the step", "step (ms)", "saved")
+    return Listing("predicted steps", columns, rows, left=("what would change the step",))

@@ -7,6 +7,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,6 @@ class Recording:
     """(name, start, end, thread) of annotations that say what a script does."""
     loading: list[tuple[float, float]] = field(default_factory=list)
     """When the script waited for its data loader."""
-    hits: dict[tuple[re.Pattern[str], str], bool] = field(default_factory=dict)
-    """(pattern, name) → whether it is in the name."""
-    kinds: dict[str, int] = field(default_factory=dict)
-    """Name of an operation → what it is."""
     unreadable: int = 0
     """Events without a name, or whose times are no finite numbers, or below zero."""
 
@@ -115,16 +112,15 @@ class Recording:
         """Return the number of a name."""
         return self.names.setdefault(name, len(self.names))
 
-    def has(self, pattern: re.Pattern[str], name: str) -> bool:
-        """Return whether a pattern is in a name; names are few."""
-        key = pattern, name
-        if key not in self.hits:
-            self.hits[key] = pattern.search(name) is not None
-        return self.hits[key]
-
     def known(self) -> list[Any]:
         """Return every name, by its number."""
         return list(self.names)
+
+
+@lru_cache(maxsize=100_000)
+def _has(pattern: re.Pattern[str], name: str) -> bool:
+    """Return whether a pattern is in a name; names are few."""
+    return pattern.search(name) is not None
 
 
 def _columns(**kinds: str) -> dict[str, array[Any]]:
@@ -156,19 +152,13 @@ def read_kineto(path: str | Path, progress: Progress | None = None) -> Recording
 
 def _read(found: Recording, events: Iterable[dict[str, Any]]) -> None:
     """Note all events of a file. This runs for each of millions."""
-    acts: dict[Any, _Act | None] = {}
     inside: dict[int, tuple[float, int]] = {}
     works_start, works_end, works_thread, works_inside = found.works.values()
     for event in events:
         if event.get("ph") != "X":
             continue
-        try:
-            act = acts[event.get("cat")]
-        except KeyError:
-            act = acts[event.get("cat")] = _act_of(event["cat"])
-        except TypeError:
-            continue
-        if act is None:
+        category = event.get("cat")
+        if not isinstance(category, str) or (act := _act_of(category)) is None:
             continue
         try:
             start, duration, name = float(event["ts"]), float(event.get("dur", 0.0)), event["name"]
@@ -198,10 +188,9 @@ def _read(found: Recording, events: Iterable[dict[str, Any]]) -> None:
         act(found, name, start, start + duration, thread, arguments)
 
 
-def _act_of(category: Any) -> _Act | None:
+@lru_cache(maxsize=1000)
+def _act_of(category: str) -> _Act | None:
     """Return what notes the events of a category; None for those that steps are not made of."""
-    if not isinstance(category, str):
-        return None
     small = category.lower()
     small = _CATEGORIES.get(small, small)
     if small.endswith(("_runtime", "_driver")):
@@ -215,33 +204,23 @@ def _act_of(category: Any) -> _Act | None:
 
 def _launch(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
     """Note a call that may launch a kernel or a copy."""
-    if found.has(_LAUNCHES, name):
-        columns = found.launches
-        columns["start"].append(start)
-        columns["thread"].append(thread)
-        columns["link"].append(_integer(arguments.get("correlation")))
+    if _has(_LAUNCHES, name):
+        _add(found.launches, start, thread, _integer(arguments.get("correlation")))
 
 
 def _device(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
     """Note a kernel, copy or memset; kernels of communication libraries are messages."""
-    sends, columns = found.has(_LIBRARY, name), found.device
+    sends = _has(_LIBRARY, name)
     sent = _collective(arguments) if sends else None
     name_or_grid = name if sends else (name, str(arguments["grid"])) if "grid" in arguments else None
-    columns["start"].append(start)
-    columns["end"].append(end)
-    columns["kind"].append(MESSAGE if sends else KERNEL)
-    columns["link"].append(_integer(arguments.get("correlation")))
-    columns["name"].append(-1 if name_or_grid is None else found.number(name_or_grid))
-    columns["bytes"].append(_integer(arguments.get("bytes")))
-    columns["of"].append(-1 if sent is None else found.number(sent))
+    link, size_bytes = _integer(arguments.get("correlation")), _integer(arguments.get("bytes"))
+    number, of = (-1 if what is None else found.number(what) for what in (name_or_grid, sent))
+    _add(found.device, start, end, MESSAGE if sends else KERNEL, link, number, size_bytes, of)
 
 
 def _operation(found: Recording, name: str, start: float, end: float, thread: int, arguments: dict[str, Any]) -> None:
     """Note an operation of a host, where steps are made of such ones."""
-    kind = found.kinds.get(name)
-    if kind is None:
-        kind = found.kinds[name] = _kind_of(name)
-    shape = of = -1
+    kind, shape, of = _kind_of(name), -1, -1
     if kind == FORWARD:
         if "Sequence number" not in arguments or arguments.get("Fwd thread id") != 0:
             return
@@ -258,15 +237,16 @@ def _operation(found: Recording, name: str, start: float, end: float, thread: in
     elif kind == LOADING:
         found.loading.append((start, end))
         return
-    _note(found, kind, (start, end), thread, shape, of)
+    _add(found.host, start, end, kind, thread, shape, of)
 
 
-def _note(found: Recording, kind: int, span: tuple[float, float], thread: int, shape: int, of: int) -> None:
-    """Note an operation of a host."""
-    for column, value in zip(found.host.values(), (*span, kind, thread, shape, of), strict=True):
-        column.append(value)
+def _add(columns: dict[str, array[Any]], *values: float) -> None:
+    """Add a row to columns."""
+    for of, value in zip(columns.values(), values, strict=True):
+        of.append(value)
 
 
+@lru_cache(maxsize=100_000)
 def _kind_of(name: str) -> int:
     """Return what an operation of this name is; one that autograd may record, where steps are made of no such one."""
     if name in _OPERATIONS:
@@ -299,7 +279,7 @@ def _annotation(found: Recording, name: str, start: float, end: float, thread: i
     if (step := _STEP.fullmatch(name)) is not None:
         found.steps[int(step[1])] = (start, end)
     elif (message := _HOST_MESSAGE.match(name)) is not None:
-        _note(found, SENT, (start, end), thread, -1, found.number(_by_input(message[1], arguments)))
+        _add(found.host, start, end, SENT, thread, -1, found.number(_by_input(message[1], arguments)))
     elif name.startswith("enumerate(DataLoader)"):
         found.loading.append((start, end))
     elif name.startswith(_SAID):

@@ -142,7 +142,7 @@ class Columns:
         return {int(thread): calls.chosen(calls.thread == thread) for thread in np.unique(calls.thread)}
 
     def collective_of(self, at: int) -> Collective:
-        """Return what a message kernel sends: as it says itself, as the call that launched it does, or by its name."""
+        """Return a message's collective: by its metadata, by those of the call that launched it, or by its name."""
         if self.of[at] >= 0:
             found: Collective = self.names[self.of[at]]
             return found
@@ -158,13 +158,13 @@ class Columns:
     def messages(
         self, sent: Ints, begin: float, end: float
     ) -> list[tuple[Collective, float, tuple[float, float] | None]]:
-        """Return (collective, launch, span) of these messages; where there are none, of calls of a single rank."""
+        """Return (collective, launch, span) of these messages; where there are none, of a single rank's calls."""
         if len(sent):
             times = np.stack([self.launch[sent], self.start[sent], self.end[sent]], axis=1).tolist()
             return [(self.collective_of(at), one[0], (one[1], one[2])) for at, one in zip(sent, times, strict=True)]
         calls = self.host(kineto.CALL).within(begin, end)
         called = [(self.names[of], start) for start, of in zip(calls.start.tolist(), calls.of, strict=True)]
-        return [(what, start, None) for what, start in called if what.ranks == 1]
+        return [(what, start, None) for what, start in called if what.ranks == 1 and what.name in EXCHANGES]
 
 
 def windows(columns: Columns) -> list[tuple[int, float, float]]:

@@ -63,7 +63,7 @@ def _track(step: Step) -> Track:
         holds = message.gradients - before or None
         bars.append(_bar(f"bucket {index} {message.collective}", "network", message, gradients=holds, **what))
         before = message.gradients
-    bars += [_bar(message.collective, f"other {message.collective}", message) for message in step.others]
+    bars += [_bar(message.collective, "others", message) for message in step.others]
     return Track(
         name=f"step {step.number}, traced", iteration_us=step.span_us, exposed_us=step.exposed_us,
         buckets=len(step.buckets), bars=tuple(bar for bar in bars if bar.end_us > bar.start_us),

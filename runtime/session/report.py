@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.comm.world import World
-from runtime.monitor.arrivals import RankArrival
 from runtime.monitor.clock import Clock
 from runtime.monitor.drift import complete, measured_times, predicted_times
 from runtime.monitor.recorder import Recorder, StepMarks
@@ -21,6 +20,7 @@ from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
+from runtime.plan.arrivals import RankArrival
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json

@@ -9,19 +9,20 @@ import torch
 
 import runtime.monitor.arrivals as arrivals
 from runtime.comm.world import World
-from runtime.monitor.arrivals import EVERY_STEPS, FIRST_STEP, Arrivals, RankArrival, compare_arrivals
+from runtime.monitor.arrivals import EVERY_STEPS, FIRST_STEP, Arrivals
 from runtime.monitor.clock import WallClock
 from runtime.monitor.recorder import StepMarks
+from runtime.plan.arrivals import RankArrival, compare_arrivals
 
 
 def test_the_rank_of_the_shortest_message_is_last() -> None:
-    rows = list(compare_arrivals([[500.0, 100.0], [50.0, 60.0], [math.nan, 1.0]]))
-    assert rows == [
-        RankArrival(rank=0, last=1, messages=2, waited_us=400.0),
-        RankArrival(rank=1, last=1, messages=2, waited_us=10.0),
-    ]
-    assert str(rows[0]) == "rank 0 arrives last at 1 of 2 messages, and waits 0.40 ms a step for others"
-    assert list(compare_arrivals([])) == []
+    rows = compare_arrivals([[500.0, 100.0], [50.0, 60.0], [math.nan, 1.0]], (3, 5))
+    assert rows == (
+        RankArrival(rank=3, last=1, messages=2, others_waited_us=10.0),
+        RankArrival(rank=5, last=1, messages=2, others_waited_us=400.0),
+    )
+    assert str(rows[1]) == "rank 5 arrives last at 1 of 2 messages; the others wait 0.40 ms for it"
+    assert compare_arrivals([], (3, 5)) == ()
 
 
 def steps_of(count: int, step_s: float) -> list[StepMarks]:
@@ -49,7 +50,7 @@ def test_ranks_compare_seldom(monkeypatch: pytest.MonkeyPatch, other_us: float, 
         found.step_done(steps)
     assert (found.rows, sent) == ((), [])
     found.step_done(steps)
-    assert [(row.last, round(row.waited_us)) for row in found.rows] == [(0, 1000), (1, 0)]
+    assert [(row.last, round(row.others_waited_us)) for row in found.rows] == [(0, 0), (1, 1000)]
     for _ in range(EVERY_STEPS):
         found.step_done(steps)
     assert len(sent) == rounds

@@ -112,6 +112,7 @@ def pair(tmp_path: Path, job: Job, edit: Callable[[dict[str, Any]], Any] = lambd
         (Job(world=4), lambda document: None, "found 4 ranks, and 2 in"),
         (Job(), lambda document: document["distributedInfo"].update(rank=0), "found rank 0 once more"),
         (Job(buckets=(8,)), lambda document: None, "messages of gradients of other sizes"),
+        (Job(sizes=Job.sizes[:7], buckets=(2, 5, 7)), lambda document: None, "found 7 gradients, and 8 in"),
         (
             Job(),
             lambda document: document.update(baseTimeNanoseconds=document["baseTimeNanoseconds"] + 10**13),

@@ -85,7 +85,7 @@ def test_names_of_a_job(command: Callable[..., Outcome], tmp_path: Path) -> None
 def test_explain_a_directory(command: Callable[..., Outcome], tmp_path: Path) -> None:
     code, out, _ = command("explain", "ranks", "--html", "page.html")
     assert code == 0
-    assert "rank 1 arrived last at" in out
+    assert "rank 1 arrives last at" in out
     assert "what would change the step" in out
     assert "Traced steps" in (tmp_path / "page.html").read_text()
     code, out, _ = command("explain", "ranks", "--json")
