@@ -56,7 +56,7 @@ def traced_steps(run: str) -> list[TracedStep]:
         forward_us, span_us = float(step["forward_end_us"]), float(step["gpu_span_us"])
         moments = [forward_us, *(float(line["ready_us"]) for line in ready)]
         gradients = tuple(
-            Gradient(name=f"g{at}", layer=f"g{at}", numel=size, dtype=dtype, backward_us=max(0.0, after - before))  # type: ignore[arg-type]
+            Gradient(name=f"g{at}", layer=f"g{at}", numel=size, dtype=dtype, backward_us=max(0.0, after - before))
             for at, (size, (before, after)) in enumerate(zip(numel, pairwise(moments), strict=True))
         )
         compute = ComputeProfile(forward_us=forward_us, update_us=span_us - end_us, gradients=gradients)

@@ -42,11 +42,12 @@ def import_traces(asked: Import) -> None:
             f"leave the option out"
         )
     profile.save(asked.output)
-    explained = explain_run(run, profile)
+    explained = explain_run(run, profile, changes=False)
     if printed_json(explained.to_document):
         return
+    doubt = [] if explained.doubt is None else [explained.doubt]
     more = f"{asked.output}{' --parallel fsdp2' if profile.units is not None else ''}"
-    _print_lines(explained, f"wrote {asked.output}; continue with: planner optimize {more} -o plan.json")
+    _print_lines(explained, *doubt, f"wrote {asked.output}; continue with: planner optimize {more} -o plan.json")
 
 
 def explain_traces(asked: Explain) -> None:

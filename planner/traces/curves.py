@@ -1,4 +1,4 @@
-"""What messages of a traced run cost: a cluster with curves, and how messages and compute slow each other down."""
+"""Costs of a traced run's messages: a cluster with curves, and how messages and compute slow each other down."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster_of(run: Run, steps: Sequence[Step]) -> tuple[Cluster | None, list[st
             notes.append(f"taken as {pluralize(nodes, 'node')}, which one trace does not tell: correct cluster.nodes")
     accelerator = find_accelerator(run.accelerator)
     if ranks == 1:
-        return Cluster(nodes=1, accelerator=accelerator, source="a run of one rank"), notes  # type: ignore[arg-type]
+        return Cluster(nodes=1, accelerator=accelerator, source="a run of one rank"), notes
     messages = [message for step in steps for message in step.messages if message.ranks in (None, ranks)]
     samples: dict[str, tuple[Sample, ...]] = {}
     for collective, key in _KEYS.items():
@@ -56,7 +56,7 @@ def cluster_of(run: Run, steps: Sequence[Step]) -> tuple[Cluster | None, list[st
         )
     contention, said = _contention(steps, messages)
     cluster = Cluster(
-        nodes=nodes, ranks_per_node=ranks // nodes, samples=samples, contention=contention, accelerator=accelerator,  # type: ignore[arg-type]
+        nodes=nodes, ranks_per_node=ranks // nodes, samples=samples, contention=contention, accelerator=accelerator,
         measured_for="exact",
         source=f"messages of {pluralize(len(run.paths), 'trace')}, group {run.group or 'unknown'}",
     )  # fmt: skip
@@ -102,14 +102,14 @@ def _contention(steps: Sequence[Step], messages: Sequence[Message]) -> tuple[Con
         shares = _busy(step.compute)(own[:, 0], own[:, 1])
         clear = (shares <= ALONE) | (shares >= BESIDE)
         rows[1].append(np.stack([np.round(np.log(own[:, 3]) / SAME_SIZE), shares, own[:, 4]])[:, clear])
-    compute, network = (_ratio(np.concatenate(of, axis=1)) if of else 1.0 for of in rows)
+    compute, network = (max(1.0, _ratio(np.concatenate(of, axis=1))) if of else 1.0 for of in rows)
     if max(network, compute) < SHOWS:
         return None, []
     said = (
         f"contention: compute takes {compute:.2f} times as long during messages, messages {network:.2f} times during "
         f"compute, of what ran both alone and overlapped; compute times are those without messages"
     )
-    return Contention(compute=round(max(1.0, compute), 3), network=round(max(1.0, network), 3)), [said]
+    return Contention(compute=round(compute, 3), network=round(network, 3)), [said]
 
 
 def _busy(spans: Floats) -> Callable[[Floats, Floats], Floats]:

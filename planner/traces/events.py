@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """What takes time, in microseconds from the step's first kernel."""
+    """A stretch of time, in microseconds from the step's first kernel."""
 
     start_us: float
     end_us: float
@@ -37,19 +37,21 @@ class Message(Interval):
     group: str
     ranks: int | None
     gradients: int
-    """How many of the step's gradients were ready when it was launched."""
+    """Number of the step's gradients that were ready when it was launched."""
     ready_us: float
-    """When the last of these was ready; its launch, where there were none."""
+    """Time when the last of these was ready; its launch, where there were none."""
+    exchanges: bool = False
+    """Whether its collective may be one that gradients are exchanged with."""
     last_rank: int | None = None
     """The rank that arrived last, of several traced ranks."""
     arrivals_us: tuple[float, ...] = ()
-    """When it started on each traced rank, from the first of them."""
+    """Start on each traced rank, from the first of them."""
     least_us: float | None = None
-    """Its shortest duration on any rank: from the last arrival to the end, where several ranks were traced."""
+    """Shortest duration on any rank: from the last arrival to the end, where several ranks were traced."""
 
     @property
     def cost_us(self) -> float:
-        """What it took without waiting for other ranks, as far as that is known."""
+        """Duration without waiting for other ranks, as far as that is known."""
         return self.duration_us if self.least_us is None else self.least_us
 
 
@@ -61,9 +63,11 @@ class Step:
     forward_us: float
     """End of forward."""
     ready_us: Floats
-    """When each gradient was ready. Shape (gradients,)."""
+    """Time when each gradient was ready. Shape (gradients,)."""
     shapes: tuple[tuple[int, ...], ...] | None
     """Shape of each gradient, of one dimension where only its size is known; None where the trace does not tell."""
+    estimated: int = 0
+    """Number of these that were not recorded."""
     dtypes: tuple[str, ...]
     buckets: tuple[Message, ...]
     """Messages that hold gradients, in launch order."""
@@ -74,13 +78,13 @@ class Step:
     kernels: NDArray[np.int64]
     """The name and grid of each of them, as a number; −1 where no grid was recorded."""
     begin_us: float
-    """Its first kernel on the clock of the trace."""
+    """Start of the first kernel on the clock of the trace."""
     span_us: float
     """End of its last kernel."""
     gap_us: float | None = None
-    """From there to the first kernel of the next step; None where that is not traced."""
+    """Time from there to the first kernel of the next step; None where that is not traced."""
     input_us: float = 0.0
-    """How long the script waited for its data loader."""
+    """Time for which the script waited for its data loader."""
     micro_batches: int = 1
     """Backwards of one optimizer step, of which the last one synchronizes."""
     modules: tuple[str, ...] | None = None
@@ -88,9 +92,9 @@ class Step:
     forwards_us: Mapping[str, float] = field(default_factory=dict)
     """Time of kernels in the forward of each of FSDP2's groups, in order of forward."""
     copied_us: tuple[float, ...] | None = None
-    """What DDP's copy of each gradient out of its bucket takes on the host; None where these are not recorded."""
+    """Time of DDP's copy of each gradient out of its bucket on the host; None where these are not recorded."""
     overhead: tuple[Floats, Floats] | None = None
-    """On hosts, moments, and how many operations the profiler has recorded before each of them."""
+    """Moments on hosts, and how many operations the profiler has recorded before each of them."""
 
     @property
     def numel(self) -> tuple[int, ...] | None:
@@ -99,7 +103,7 @@ class Step:
 
     @property
     def backward_us(self) -> float:
-        """From the end of forward to the last gradient."""
+        """Time from the end of forward to the last gradient."""
         return self.last_gradient_us - self.forward_us
 
     @property
@@ -108,17 +112,17 @@ class Step:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All messages, by start."""
+        """Messages of both kinds, by start."""
         return tuple(sorted((*self.buckets, *self.others), key=lambda message: message.start_us))
 
     @property
     def messages_end_us(self) -> float:
-        """When all gradients are exchanged."""
+        """Time when all gradients are exchanged."""
         return max([self.last_gradient_us, *(message.end_us for message in self.buckets)])
 
     @property
     def update_us(self) -> float:
-        """From then on to the end of the step."""
+        """Time from then on to the end of the step."""
         return max(0.0, self.span_us - self.messages_end_us)
 
     @cached_property
@@ -127,17 +131,17 @@ class Step:
 
     @property
     def compute_us(self) -> float:
-        """How long kernels ran."""
+        """Time for which kernels ran."""
         return busy_us(self._compute)
 
     @property
     def communication_us(self) -> float:
-        """How long messages were in flight."""
+        """Time for which messages were in flight."""
         return busy_us(self.messages)
 
     @cached_property
     def busy_us(self) -> float:
-        """How long kernels ran or messages were in flight."""
+        """Time for which kernels ran or messages were in flight."""
         return busy_us([*self._compute, *self.messages])
 
     @property
@@ -170,7 +174,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a trace tells of one rank, or the traces of several ranks of one job."""
+    """Traced steps of one rank, or of several ranks of one job."""
 
     paths: tuple[str, ...]
     rank: int
@@ -200,5 +204,5 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        """The ranks that exchange gradients."""
+        """Number of ranks that exchange gradients."""
         return max(1, self.exchanging or self.world)

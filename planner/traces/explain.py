@@ -1,4 +1,4 @@
-"""Where the steps of a traced run go, who waits for whom, and what would change them."""
+"""Parts of a traced run's steps: who waits for whom, and what would change them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.report.listing import Listing
 from planner.traces.events import Run, Step
 from planner.traces.replayed import OFF, Replay, own_schedule, replay
 from runtime.errors import InputError
-from runtime.plan.arrivals import RankArrival, compare_arrivals
+from runtime.plan.last_ranks import RankArrival, compare_arrivals
 
 STRATEGIES = {
     "optimal": "merging as planner optimize does",
@@ -52,7 +52,7 @@ class MessageRow:
     duration_us: float
     exposed_us: float
     waited_us: float | None
-    """From the first rank's arrival to the last one's; None of a single traced rank."""
+    """Time from the first rank's arrival to the last one's; None of a single traced rank."""
     last_rank: int | None
     """The rank that was last most often."""
     replayed_end_us: float | None = None
@@ -89,12 +89,12 @@ class Explanation:
 
     @property
     def doubt(self) -> str | None:
-        """A warning where the replay is far off."""
+        """Warning where the replay is far off."""
         if self.replay is None or self.replay.error <= OFF:
             return None
         return (
             f"the replay of the run's own buckets is {self.replay.error:.1%} off, more than {OFF:.0%}: do not rely on "
-            f"what is predicted below"
+            f"what is predicted from it"
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -144,14 +144,14 @@ def _parts(step: Step) -> dict[str, float | None]:
     return {name: None if time is None else round(time, 1) for name, time in found.items()}
 
 
-def explain_run(run: Run, profile: Profile) -> Explanation:
-    """Return where the steps of a run go, and what would change them."""
+def explain_run(run: Run, profile: Profile, *, changes: bool = True) -> Explanation:
+    """Return where the steps of a run go, and, with `changes`, what would change them."""
     replayed = replay(run, profile)
     parts = [_parts(step) for step in run.steps]
     return Explanation(
         run=run, profile=profile, replay=replayed, messages=tuple(_message_rows(run, replayed)), ranks=_rank_rows(run),
         parts_us={name: _median(part[name] for part in parts) for name in PARTS},
-        changes=tuple(_wrappings(profile) if profile.units is not None else _changes(run, profile)),
+        changes=tuple((_changes if profile.units is None else _wrappings)(run, profile)) if changes else (),
     )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def _changes(run: Run, profile: Profile) -> Iterator[Change]:
         yield Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain)
 
 
-def _wrappings(profile: Profile) -> Iterator[Change]:
+def _wrappings(run: Run, profile: Profile) -> Iterator[Change]:
     """Predict FSDP2's groups."""
     try:
         plan = optimize_wrapping(WrappingRequest(profile=profile))

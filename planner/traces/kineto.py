@@ -26,6 +26,9 @@ GRADIENT, BUCKET_COPY, BACKWARD, FORWARD, CALL, SENT, LOADING = range(7)
 """Kinds of host operations: AccumulateGrad, DDP's copies from buckets to gradients, operations of autograd's engine,
 those that autograd records, calls of a collective, messages of backends without kernels, waits for the data loader."""
 
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+"""Collectives by the names that planner has for them."""
+_PAIRS = "sendrecv"
 _CATEGORIES = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Names of older versions."""
 _LIBRARY = re.compile(r"nccl|rccl|msccl|oneccl", re.IGNORECASE)
@@ -104,7 +107,7 @@ class Recording:
     annotations: list[tuple[str, float, float, int]] = field(default_factory=list)
     """(name, start, end, thread) of annotations that say what a script does."""
     loading: list[tuple[float, float]] = field(default_factory=list)
-    """When the script waited for its data loader."""
+    """(start, end) of waits for the data loader."""
     unreadable: int = 0
     """Events without a name, or whose times are no finite numbers, or below zero."""
 
@@ -224,6 +227,8 @@ def _operation(found: Recording, name: str, start: float, end: float, thread: in
     if kind == FORWARD:
         if "Sequence number" not in arguments or arguments.get("Fwd thread id") != 0:
             return
+    elif arguments.get("Input type") == [""] and kind == GRADIENT:
+        return  # no tensor: the parameter has no gradient
     elif kind in (GRADIENT, BUCKET_COPY):
         dims, dtype = _shape(arguments), _input_dtype(arguments)
         shape, of = (-1 if what is None else found.number(what) for what in (dims, dtype))
@@ -280,6 +285,8 @@ def _annotation(found: Recording, name: str, start: float, end: float, thread: i
         found.steps[int(step[1])] = (start, end)
     elif (message := _HOST_MESSAGE.match(name)) is not None:
         _add(found.host, start, end, SENT, thread, -1, found.number(_by_input(message[1], arguments)))
+    elif name.startswith("nccl:") and "Input Dims" in arguments:
+        _add(found.host, start, end, CALL, thread, -1, found.number(_by_input(name[5:], arguments)))
     elif name.startswith("enumerate(DataLoader)"):
         found.loading.append((start, end))
     elif name.startswith(_SAID):
@@ -303,8 +310,9 @@ def _collective(arguments: dict[str, Any]) -> Collective | None:
 def spelled(name: str) -> str:
     """Return the collective's name as planner spells it."""
     plain = name.lower().replace("_", "")
-    known = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "sendrecv")
-    return next((one for one in known if one.replace("_", "") in plain), name.lower().removeprefix("nccl:"))
+    return next(
+        (one for one in COLLECTIVES if one.replace("_", "") in plain), "sendrecv" if "sendrecv" in plain else plain
+    )
 
 
 def _count(value: Any) -> int | None:
@@ -322,7 +330,7 @@ def _shape(arguments: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the shape of the recorded first input; of a list of tensors, their elements in all."""
     dims = arguments.get("Input Dims")
     first = dims[0] if isinstance(dims, list) and dims else None
-    if not isinstance(first, list):
+    if not isinstance(first, list) or (not first and _input_dtype(arguments) == "tensorlist"):
         return None
     if first and all(isinstance(part, list) for part in first):
         return (min(sum(math.prod(_sizes(part)) for part in first), 2**40),)

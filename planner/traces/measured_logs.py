@@ -22,6 +22,7 @@ from runtime.plan import ModelReference
 
 _COLLECTIVES = {"AllReduce": "all_reduce", "ReduceScatter": "reduce_scatter", "AllGather": "all_gather"}
 _KEYS = {"all_reduce": "all_reduce", LIBRARY_GATHER: "all_gather", LIBRARY_SCATTER: "reduce_scatter"}
+_OF_PARTS = ("reduce_scatter", "all_gather")
 MIN_SAMPLES = 2
 """Sizes of a collective below which nothing is fitted."""
 
@@ -94,19 +95,18 @@ def _note(calls: Calls, record: dict[str, Any]) -> bool:
     header, perf, where = (record.get(name) for name in ("header", "coll_perf", "metadata"))
     if not isinstance(header, dict) or not isinstance(perf, dict):
         return False
-    ranks, nodes, size = header.get("n_ranks"), header.get("nnodes"), perf.get("coll_msg_size_bytes")
-    time_us, collective = perf.get("coll_exec_time_us"), _COLLECTIVES.get(str(perf.get("coll")))
-    numbers = [value for value in (ranks, nodes, size, time_us) if isinstance(value, int | float) and value > 0]
-    if collective is None or len(numbers) < 4 or not isinstance(ranks, int) or not isinstance(nodes, int):
+    name, rate = _COLLECTIVES.get(str(perf.get("coll"))), perf.get("coll_algobw_gbs")
+    sizes: list[Any] = [header.get("n_ranks"), header.get("nnodes"), perf.get("coll_msg_size_bytes")]
+    ranks, nodes, size, time_us = numbers = [*sizes, perf.get("coll_exec_time_us")]
+    if name is None or not all(isinstance(value, int | float) and value > 0 for value in numbers):
         return False
-    if ranks < 2 or ranks % nodes:
+    if not isinstance(ranks, int) or not isinstance(nodes, int) or ranks < 2 or ranks % nodes:
         return False
     # A rank's part of a reduce-scatter or all-gather is recorded; its bandwidth tells that of the whole.
-    rate = perf.get("coll_algobw_gbs")
     whole = rate * 1e3 * time_us / size if isinstance(rate, int | float) and rate > 0 else 1.0
-    parts = ranks if collective != "all_reduce" and whole > (1 + ranks) / 2 else 1
+    parts = ranks if name in _OF_PARTS and whole > (1 + ranks) / 2 else 1
     process = where.get("hostname") if isinstance(where, dict) and header.get("id") is None else None
-    by_call = calls.setdefault((nodes, ranks, collective), {}).setdefault(int(size) * parts, {})
+    by_call = calls.setdefault((nodes, ranks, name), {}).setdefault(int(size) * parts, {})
     key = header.get("id", process), perf.get("coll_sn")
     by_call[key] = min(by_call.get(key, float("inf")), float(time_us))
     return True

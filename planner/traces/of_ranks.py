@@ -14,10 +14,9 @@ from planner.documents.text import pluralize
 from planner.traces.events import Message, Run, Step
 from planner.traces.kineto import read_kineto
 from planner.traces.steps import read_steps
-from planner.traces.stream import Progress
+from planner.traces.stream import ENDINGS, Progress
 from runtime.errors import InputError
 
-ENDINGS = (".json", ".json.gz", ".zip")
 APART_S = 60.0
 """Clocks of hosts differ by less; recordings further apart are of two runs."""
 

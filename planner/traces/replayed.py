@@ -50,11 +50,11 @@ class Replay:
     replayed_us: float
     buckets: tuple[BucketReplay, ...]
     errors: tuple[float, ...]
-    """Of each step, with the costs of messages from all others: relative error of the step's length."""
+    """Relative error of each step's length, with the costs of messages from all others."""
 
     @property
     def error(self) -> float:
-        """The largest of these, or that of the median step where there is one step."""
+        """Largest of these, or that of the median step where there is one step."""
         return max(map(abs, self.errors), default=abs(self.replayed_us / self.traced_us - 1.0))
 
 

@@ -1,4 +1,4 @@
-"""From one rank's recording to its steps: who launched which kernel, and which gradient it completed."""
+"""Steps of one rank's recording: who launched which kernel, and which gradient it completed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from planner.documents.profile import DTYPE_BYTES
 from planner.traces import kineto
 from planner.traces.events import Message, Run, Step
-from planner.traces.kineto import Collective, Floats, Ints, Recording, column, spelled
+from planner.traces.kineto import COLLECTIVES, Collective, Floats, Ints, Recording, column, spelled
 from runtime.errors import InputError
 from runtime.plan.fully_sharded import ROOT
 
@@ -146,14 +146,14 @@ class Columns:
         if self.of[at] >= 0:
             found: Collective = self.names[self.of[at]]
             return found
-        name = str(self.names[self.name[at]])
+        named = Collective(spelled(str(self.names[self.name[at]])))
         calls = self.metadata.get(int(self.launcher[at]))
         if calls is not None:
             place = int(np.searchsorted(calls.start, self.launch[at], side="right")) - 1
             if place >= 0:
                 called: Collective = self.names[calls.of[place]]
-                return called
-        return Collective(spelled(name))
+                return named if named.name in COLLECTIVES and named.name != called.name else called
+        return named
 
     def messages(
         self, sent: Ints, begin: float, end: float
@@ -180,7 +180,7 @@ def windows(columns: Columns) -> list[tuple[int, float, float]]:
     updates = [times for name, times in named.items() if name.startswith("Optimizer.step#")]
     if updates:
         # Of several optimizers that of most steps; each step ends with its last one.
-        ends = [end for _, end in sorted(max(updates, key=len))]
+        ends = [end for _, end in sorted(max(updates, key=lambda times: len(times)))]
         everything = min([*columns.host(kineto.FORWARD).start[:1], *columns.start[:1]], default=ends[0])
         return [(index, begin, end) for index, (begin, end) in enumerate(pairwise([min(everything, ends[0]), *ends]))]
     forwards = sorted(start for start, _ in named.get("DistributedDataParallel.forward", []))
@@ -231,7 +231,7 @@ def read_steps(recording: Recording) -> Run:
     device = devices[0] if columns.on_device and isinstance(devices, list) and devices else None
     bucket = next((message for step in whole for message in step.buckets), None)
     optimizers = Counter(name for name, *_ in recording.annotations if name.startswith("Optimizer.step#"))
-    others = Counter((m.collective, m.group) for m in whole[0].others if m.collective not in ("broadcast", "barrier"))
+    others = Counter((message.collective, message.group) for message in whole[0].others)
     groups = max((message.ranks or 0 for step in whole for message in step.messages), default=0)
     rank, base = _field(info, "rank", int) or 0, _field(recording.header, "baseTimeNanoseconds", int)
     return Run(
@@ -247,6 +247,7 @@ def read_steps(recording: Recording) -> Run:
         unplanned=tuple(
             f"{name.replace('_', '-')} of group {of or 'unknown'}, {times} a step: not planned, left as it is"
             for (name, of), times in sorted(others.items())
+            if name not in ("broadcast", "barrier")
         ),
     )  # fmt: skip
 
@@ -254,7 +255,9 @@ def read_steps(recording: Recording) -> Run:
 def _field(of: Any, name: str, kind: type) -> Any:
     """Return a field of the header; None where it is missing, or no text, or no number that ranks or bytes may have."""
     value = of.get(name) if isinstance(of, dict) else None
-    return value if type(value) is kind and (kind is str or 0 <= value < 2**63) else None
+    if isinstance(value, int) and not 0 <= value < 2**63:
+        return None
+    return value if type(value) is kind else None
 
 
 def _no_gradients(columns: Columns) -> str:
@@ -283,6 +286,8 @@ def _notes(recording: Recording, windows: int, whole: list[Step], sent: list[Ste
         notes.append(f"{len(whole) - len(sent)} steps without messages were left out: they accumulate gradients")
     if whole[0].micro_batches > 1:
         notes.append(f"the last of {whole[0].micro_batches} micro-batches of a step was taken: it synchronizes")
+    if whole[0].estimated:
+        notes.append(f"sizes of {whole[0].estimated} gradients: those of messages that take as long; not recorded")
     if recording.unreadable:
         notes.append(f"{recording.unreadable} events without a name, or of negative or absurd times, were left out")
     return tuple(notes)
@@ -352,17 +357,25 @@ def _backward(columns: Columns, number: int, begin: float, end: float) -> Iterat
         ready = gradients.start - zero
     ready = np.maximum.accumulate(np.maximum(ready, forward_us))
     sent = first + np.flatnonzero(kinds == kineto.MESSAGE)
+    copies = columns.host(kineto.BUCKET_COPY).within(begin, end)
+    inside = sent[(columns.launch[sent] > backwards.start[0]) & (columns.launch[sent] < gradients.start[0])]
+    if columns.on_device and len(inside) == len(ready):
+        # A compiled backward copies and sends all gradients before parameters get them.
+        moments, unknown = columns.launch[inside], np.full(len(ready), -1, dtype=np.int32)
+        ready = np.full(len(ready), max(forward_us, float(ends[launch < moments[0]].max()) - zero))
+        gradients = replace(gradients, start=moments)
+        copies = _Host(np.append(backwards.start[0], moments[:-1]), moments, gradients.thread, unknown, unknown)
     messages = [_message(*what, zero, gradients, ready) for what in columns.messages(sent, begin, end)]
     buckets = _buckets(messages)
     order = np.argsort(columns.start[kernels], kind="stable")
-    copies = columns.host(kineto.BUCKET_COPY).within(begin, end)
+    shapes, estimated = _shapes(columns, gradients, copies, buckets)
     copied = not columns.on_device and len(copies.start) == len(ready)
     compute = np.stack([columns.start[kernels], ends], axis=1)[order] - zero
     groups = _groups(columns, begin, end)
     yield Step(
         number=number, forward_us=forward_us, ready_us=ready, modules=_modules(gradients, groups),
         forwards_us=_forwards_us(columns, groups, begin, float(backwards.start[0])),
-        shapes=_shapes(columns, gradients, copies, buckets),
+        shapes=shapes, estimated=estimated,
         dtypes=_dtypes(columns, gradients, buckets), buckets=buckets,
         others=tuple(message for message in messages if message not in buckets),
         compute=compute, kernels=columns.name[kernels][order], begin_us=zero,
@@ -431,7 +444,7 @@ def _message(
     start_us, end_us = (ready_us, ready_us) if span is None else (span[0] - zero, span[1] - zero)
     return Message(
         collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=what.ranks,
-        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us,
+        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us, exchanges=what.name in EXCHANGES,
     )  # fmt: skip
 
 
@@ -440,9 +453,7 @@ def _buckets(messages: list[Message]) -> tuple[Message, ...]:
     able = [
         message
         for message in messages
-        if message.gradients
-        and message.collective in EXCHANGES
-        and (message.dtype is None or message.dtype in DTYPE_BYTES)
+        if message.gradients and message.exchanges and (message.dtype is None or message.dtype in DTYPE_BYTES)
     ]
     weight: Counter[tuple[str, str]] = Counter()
     for message in able:
@@ -461,21 +472,27 @@ def _dtypes(columns: Columns, gradients: _Host, buckets: tuple[Message, ...]) ->
 
 def _shapes(
     columns: Columns, gradients: _Host, copies: _Host, buckets: tuple[Message, ...]
-) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shape of each gradient: as recorded, or by DDP's copies of them, which follow in the same order.
+) -> tuple[tuple[tuple[int, ...], ...] | None, int]:
+    """Return the shape of each gradient, and how many of them are estimated.
 
-    Where copies tell no shapes, their bytes give a shape of one dimension.
+    As recorded, or by copies of them on the host, which follow in the same order: then of one dimension. Where the copy
+    of a gradient that is sent alone is a kernel, the size of a message that takes as long counts.
     """
     for operations in (gradients, copies):
         if len(operations.start) == len(gradients.start) and (operations.shape >= 0).all():
-            return tuple(columns.names[shape] for shape in operations.shape)
+            return tuple(columns.names[shape] for shape in operations.shape), 0
     if len(copies.start) != len(gradients.start):
-        return None
-    dtype, shapes = _dtypes(columns, gradients, buckets)[0], []
-    for start, stop in zip(copies.start, copies.end, strict=True):
-        first, after = np.searchsorted(columns.launch, (start, stop))
-        copied = columns.bytes[first:after]
-        if len(copied) != 1 or copied[0] < 0:
-            return None
-        shapes.append((int(copied[0]) // DTYPE_BYTES[dtype],))
-    return tuple(shapes)
+        return None, 0
+    element = DTYPE_BYTES[_dtypes(columns, gradients, buckets)[0]]
+    sizes = np.full(len(copies.start), -1, dtype=np.int64)
+    for at, edges in enumerate(zip(copies.start, copies.end, strict=True)):
+        copied = columns.bytes[slice(*np.searchsorted(columns.launch, edges))]
+        sizes[at] = max(-1, *copied.tolist()) if len(copied) else -1
+    known, unknown = np.flatnonzero(sizes >= 0), np.flatnonzero(sizes < 0)
+    if len(unknown) and (len(buckets) != len(sizes) or not len(known)):
+        return None, 0
+    if len(unknown):
+        durations = np.array([message.duration_us for message in buckets])
+        order = known[np.argsort(durations[known], kind="stable")]
+        sizes[unknown] = np.interp(durations[unknown], durations[order], np.maximum.accumulate(sizes[order]))
+    return tuple((max(1, int(size) // element),) for size in sizes), len(unknown)

@@ -23,6 +23,8 @@ MAX_VALUE_CHARACTERS = 1 << 24
 Progress = Callable[[int], None]
 """Gets the bytes of the file that have been read."""
 
+ENDINGS = (".json", ".json.gz", ".zip")
+"""Ends of the names of trace files."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NEXT = re.compile(r"[ \t\r\n]*([,\]}])[ \t\r\n]*")
 _MARGIN = 64
@@ -56,7 +58,7 @@ class EventFile:
             raise
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
 
-    def _opened(self) -> IO[bytes]:
+    def _opened(self) -> IO[bytes] | gzip.GzipFile:
         magic = self._raw.read(4)
         self._raw.seek(0)
         if not magic:
@@ -215,10 +217,12 @@ _MARKS = re.compile(r'"(?:traceEvents|schemaVersion|deviceProperties|distributed
 
 
 def is_trace(path: str) -> bool:
-    """Return whether a path is a directory, an archive, or a file that begins as traces do."""
-    if os.path.isdir(path):
-        return True
+    """Return whether a path is a directory of files named as traces, an archive, or a file that begins as traces do."""
     try:
+        if os.path.isdir(path):
+            return any(name.endswith(ENDINGS) for name in os.listdir(path))
+        if not os.path.isfile(path):  # a pipe may be silent for ever
+            return False
         with open(path, "rb") as file:
             head = file.read(4096)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""From a traced run to a profile with its cluster."""
+"""A traced run as a profile with its cluster."""
 
 from __future__ import annotations
 

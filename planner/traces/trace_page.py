@@ -59,7 +59,7 @@ def _track(step: Step) -> Track:
     bars = [_bar(name, "compute", Interval(start_us=start, end_us=end), role=name) for name, start, end in parts]
     before = 0
     for index, message in enumerate(step.buckets):
-        what = {"ready_us": message.ready_us, "size_bytes": message.size_bytes}
+        what: dict[str, Any] = {"ready_us": message.ready_us, "size_bytes": message.size_bytes}
         holds = message.gradients - before or None
         bars.append(_bar(f"bucket {index} {message.collective}", "network", message, gradients=holds, **what))
         before = message.gradients

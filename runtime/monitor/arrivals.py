@@ -1,4 +1,4 @@
-"""Which ranks arrive last at messages: now and then all ranks compare how long each message took on them."""
+"""Comparison of all ranks, now and then, of how long each message took on them: who arrives last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from runtime.comm.world import World
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
-from runtime.plan.arrivals import RankArrival, compare_arrivals
+from runtime.plan.last_ranks import RankArrival, compare_arrivals
 from runtime.torch_compat import object_device
 
 FIRST_STEP, EVERY_STEPS = 20, 100

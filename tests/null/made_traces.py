@@ -35,6 +35,8 @@ class Job:
     copies: bool = True
     metadata: bool = True
     compiled: bool = False
+    inside: bool = False
+    """Whether a compiled backward sends each gradient itself."""
     modules: tuple[str, ...] = ()
     """FSDP2's group of each bucket; the root's has no name."""
     extra: tuple[str, ...] = ()
@@ -150,6 +152,7 @@ def _backward(job: Job, ranks: Sequence[_Rank], *, sends: bool) -> None:
         rank.launch("kernel", "loss_backward", 40.0 + late, AUTOGRAD, grid=[1, 1, 1])
         if job.compiled:
             rank.launch("kernel", "triton_backward", job.layer_us * len(job.sizes), AUTOGRAD, grid=[2, 1, 1])
+    _send_inside(job, ranks)
     for index, numel in enumerate(job.sizes):
         bucket = sum(index >= end for end in ends)
         for rank in ranks:
@@ -168,7 +171,7 @@ def _backward(job: Job, ranks: Sequence[_Rank], *, sends: bool) -> None:
             )  # fmt: skip
             rank.event("cpu_op", "torch::autograd::AccumulateGrad", rank.host_us + 1.0, 3.0, AUTOGRAD, **shapes)
             rank.host_us += 1.5
-        if sends and index + 1 in ends:
+        if sends and index + 1 in ends and not job.inside:
             first = [0, *ends][ends.index(index + 1)]
             for extra in job.extra:
                 _send(job, ranks, extra, 5000, "1")
@@ -193,6 +196,14 @@ def _backward(job: Job, ranks: Sequence[_Rank], *, sends: bool) -> None:
                     AUTOGRAD,
                 )  # fmt: skip
                 rank.host_us += 2.0
+
+
+def _send_inside(job: Job, ranks: Sequence[_Rank]) -> None:
+    """Copy and send each gradient, as a compiled backward may."""
+    for numel in job.sizes if job.inside else ():
+        for rank in ranks:
+            rank.launch("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 2.0, AUTOGRAD, bytes=4 * numel)
+        _send(job, ranks, "allreduce", numel, "0")
 
 
 def _send(job: Job, ranks: Sequence[_Rank], name: str, numel: int, group: str) -> None:

@@ -12,7 +12,7 @@ from runtime.comm.world import World
 from runtime.monitor.arrivals import EVERY_STEPS, FIRST_STEP, Arrivals
 from runtime.monitor.clock import WallClock
 from runtime.monitor.recorder import StepMarks
-from runtime.plan.arrivals import RankArrival, compare_arrivals
+from runtime.plan.last_ranks import RankArrival, compare_arrivals
 
 
 def test_the_rank_of_the_shortest_message_is_last() -> None:

@@ -101,6 +101,17 @@ def test_a_compiled_backward_is_said(tmp_path: Path) -> None:
     assert any("as of a compiled model" in note for note in profile.notes or ())
 
 
+def test_a_compiled_backward_may_send_gradients_itself(tmp_path: Path) -> None:
+    job = Job(compiled=True, inside=True, shapes=False, copies=False, metadata=False)
+    run = run_of(tmp_path, job)
+    assert run.steps[0].numel == job.sizes
+    assert [message.gradients for message in run.steps[0].buckets] == list(range(1, 9))
+    profile = profile_of(run, MODEL)
+    assert profile.cluster is not None
+    assert dict((profile.cluster.samples or {})["all_reduce"])[8e6] == pytest.approx(job.cost_us(2_000_000), rel=0.01)
+    assert any("as of a compiled model" in note for note in profile.notes or ())
+
+
 def test_other_collectives_are_named_and_not_planned(tmp_path: Path) -> None:
     run = run_of(tmp_path, Job(extra=("all_to_all",)))
     assert [len(step.buckets) for step in run.steps] == [3, 3, 3]

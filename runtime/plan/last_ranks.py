@@ -1,4 +1,4 @@
-"""When ranks arrive at messages: which is last, and how long the others wait for it. Torch-free.
+"""Ranks at messages: which arrives last, and how long the others wait for it. Torch-free.
 
 A message ends on all ranks at once, so that it takes least on the rank that began it last. Clocks of hosts need not
 agree.
