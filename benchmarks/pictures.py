@@ -2,6 +2,7 @@
 
     python -m benchmarks.pictures             # all, into docs/pictures
     python -m benchmarks.pictures timeline    # some
+    python -m benchmarks.pictures traced-a100 --traces FOLDER    # of public traces, which are not in the project
 
 Needs Chromium (`make chromium`).
 """
@@ -17,11 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import planner
 from planner.report.page import page_text
+from planner.traces.explain import explain_run
+from planner.traces.of_ranks import read_run
+from planner.traces.to_profile import profile_of
+from planner.traces.trace_page import trace_page
+from runtime.plan import ModelReference
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -51,7 +57,24 @@ class Picture:
         return page_text(plan), None if shown is None else MARGIN * shown.iteration_us / 1e3
 
 
-PICTURES = {
+@dataclass(frozen=True, kw_only=True)
+class TracedPicture:
+    """The time line of a traced run's page."""
+
+    file: str
+    figure: str = "timeline"
+
+    def page(self) -> tuple[str, float | None]:
+        """The page; its time axis ends with the steps."""
+        run = read_run([str(TracedPicture.folder / self.file)])
+        profile = profile_of(run, ModelReference(name=self.file.partition(".")[0]))
+        return trace_page(explain_run(run, profile)), None
+
+    folder: ClassVar[Path] = Path()
+    """Where the traces are."""
+
+
+PICTURES: dict[str, Picture | TracedPicture] = {
     "timeline": Picture(profile="resnet50@v100-16x8-25gbe", whole="single"),
     "page": Picture(profile="resnet50@v100-16x8-25gbe", figure=None),
     "ranks": Picture(profile="resnet50@v100-16x8-25gbe", figure="scaling"),
@@ -61,6 +84,9 @@ PICTURES = {
     "delay": Picture(
         profile="resnet50-k80-b32@k80-10gbe", options={"accuracy": "relaxed", "protect": "*", "max_delay": 2}
     ),
+    "traced-a100": TracedPicture(file="resnet50_ddp_2xA100.json.gz"),
+    "traced-v100": TracedPicture(file="resnet50_1xV100.json.gz"),
+    "traced-mi300x": TracedPicture(file="resnet18_ddp_8xMI300X.json.gz"),
 }
 
 
@@ -71,7 +97,7 @@ def png(page: Any) -> bytes:
     return base64.b64decode(answer["data"])
 
 
-def svg(page: Any, picture: Picture, end_ms: float | None) -> bytes:
+def svg(page: Any, picture: Picture | TracedPicture, end_ms: float | None) -> bytes:
     """The figure on the open page."""
     name = json.dumps(picture.figure)
     if end_ms is not None:
@@ -94,7 +120,11 @@ def main() -> int:
     """Draws, and says what was written."""
     parser = argparse.ArgumentParser(description="The pictures of the documents.")
     parser.add_argument("names", nargs="*", choices=[[], *PICTURES], metavar="NAME", help=", ".join(PICTURES))
-    names = parser.parse_args().names or list(PICTURES)
+    parser.add_argument("--traces", type=Path, help="folder of the public traces; default: those pictures are left out")
+    asked = parser.parse_args()
+    TracedPicture.folder = asked.traces or Path()
+    known = [name for name in PICTURES if asked.traces or isinstance(PICTURES[name], Picture)]
+    names = asked.names or known
     sys.path.insert(0, str(ROOT / "tests" / "browser"))
     from chromium import chromium_page
 

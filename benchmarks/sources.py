@@ -29,6 +29,13 @@ COPIED = (
     "mgwfbp_tpds/measured_iteration_16xV100.csv",
     "omgs_infocom20/breakdown_16xP102_1gbe.csv",
     "pipedream/alexnet.csv",
+    "resnet18_ddp_8xMI300X/collectives.csv",
+    "resnet18_ddp_8xMI300X/gradients.csv",
+    "resnet18_ddp_8xMI300X/steps.csv",
+    "resnet50_1xV100/steps.csv",
+    "resnet50_ddp_2xA100/collectives.csv",
+    "resnet50_ddp_2xA100/gradients.csv",
+    "resnet50_ddp_2xA100/steps.csv",
     "superbench_a100/nccl_tests.csv",
 )
 """Files under `traces/` of the reference folder."""

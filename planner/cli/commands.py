@@ -238,15 +238,29 @@ class Catalog:
     )  # fmt: skip
 
 
+@command(app, "planner.cli.traced_runs", "import_traces", name="import")
+class Import:
+    """Make a profile with its cluster of what torch.profiler recorded of a real run."""
+
+    traces: list[str] = argument("Traces of torch.profiler, one a rank (.json, .json.gz, .zip), or a directory.")
+    job: str | None = option("The job that was traced, path/to/file.py:name, for the names of its parameters.")
+    step_ms: float | None = option("Milliseconds of a step without the profiler.")
+    parallel: str | None = option(PARALLEL)
+    output: str = option("Where to write the profile.", "profile.json", "-o", "--output")
+
+    def __post_init__(self) -> None:
+        for_fsdp2(self)
+
+
 app.add_typer(clusters, name="cluster")
 app.add_typer(models, name="model")
 
 
 @command(app, "planner.cli.explaining", "explain")
 class Explain:
-    """Say why a plan is what it is: a table, a trace, a page."""
+    """Say why a plan is what it is, or where the steps of a traced run go: a table, a trace, a page."""
 
-    plan: str = argument(PLAN)
+    plan: str = argument("plan.json; or a trace of torch.profiler, or a directory of them, one a rank.")
     trace: str | None = option("Write Chrome trace events here, for ui.perfetto.dev or chrome://tracing.")
     html: str | None = option("Write a page here that needs no network.")
     measured: str | None = option("A step measured with this plan (`session.report().save(...)`), to draw, too.")
@@ -265,14 +279,14 @@ class Diff:
 
 @command(app, "planner.cli.explaining", "export")
 class Export:
-    """Give a plan to stock DDP, torch.compile or NCCL.
+    """Give a plan to stock DDP, torch.compile, NCCL or simulators.
 
-    As DDP's arguments, estimates for its scheduler, or rows for its tuner. What cannot be expressed is said, with what
-    it costs.
+    As DDP's arguments, estimates for its scheduler, rows for its tuner, or a Chakra trace. What cannot be expressed is
+    said, with what it costs.
     """
 
     plan: str = argument(PLAN)
-    to: str = option("ddp, ddp-hook, inductor or nccl-tuner.", MISSING)
+    to: str = option("ddp, ddp-hook, inductor, nccl-tuner or chakra.", MISSING)
     profile: str | None = option("The plan's profile: checks buckets, and reports what is lost, in ms.")
     cluster: str | None = cluster_option()
     output: str | None = option("Where to write; default: print it.", None, "-o", "--output")
@@ -396,7 +410,10 @@ class NewCluster:
 class FitCluster:
     """Fit NCCL's cost model to a few logs, to predict other sizes and numbers of nodes."""
 
-    logs: list[str] = argument("Output of nccl-tests, with nodes and GPUs of each before it: 2x8:a.log 4x8:b.log.")
+    logs: list[str] = argument(
+        "Output of nccl-tests, with nodes and GPUs of each before it: 2x8:a.log 4x8:b.log; directories of NCCL "
+        "Inspector; traces, or profiles of `planner import`."
+    )
     machine: str | None = option(
         "A cluster whose description of machines to start from: cluster.json, or a name.",
         autocompletion=completed("clusters_beginning"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from os.path import exists
 from pathlib import Path
 
 import typer
@@ -18,6 +19,7 @@ from planner.documents.shapes import Decoder, new_decoder
 from planner.report.files import check_writable
 from planner.report.listing import print_tables
 from planner.report.tables import fitted_tables
+from planner.traces.measured_logs import measured_logs
 from runtime.errors import InputError
 
 QUIET_S = 3.0
@@ -52,7 +54,9 @@ def _progress() -> Callable[[str], None]:
 
 def fit_cluster(asked: FitCluster) -> None:
     """Fit NCCL's cost model to logs, and write the cluster."""
-    arguments = [parse_log_argument(text) for text in asked.logs]
+    arguments = [
+        log for text in asked.logs for log in (measured_logs(text) if exists(text) else [parse_log_argument(text)])
+    ]
     check_writable(asked.output, *(argument.path for argument in arguments))
     described = None
     if asked.machine is not None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import typer
 
 from planner.cli.commands import Diff, Explain, Export
-from planner.cli.options import printed_json
+from planner.cli.options import Flags, printed_json
+from planner.cli.traced_runs import explain_traces
 from planner.export import export as express
 from planner.report import files
 from planner.report.difference import difference_of_files, print_difference
 from planner.report.listing import make_console
 from planner.report.tables import print_plan
-from runtime.plan.files import write_text
+from planner.traces.stream import is_trace
+from runtime.errors import InputError
+from runtime.plan.files import write_bytes
 
 
 def explain(asked: Explain) -> None:
-    """Print a plan, and draw it."""
+    """Print a plan or a traced run, and draw it."""
+    if is_trace(asked.plan):
+        explain_traces(asked)
+        return
     outputs = files.check_outputs(asked.plan, asked.measured, {files.TRACE: asked.trace, files.HTML: asked.html})
     loaded = files.explain(asked.plan, asked.measured, outputs)
     if printed_json(loaded.to_document):
@@ -37,8 +43,10 @@ def export(asked: Export) -> None:
     if asked.output is not None:
         files.check_writable(asked.output, asked.plan, asked.profile, asked.cluster)
     found = express(asked.plan, asked.to, asked.profile, asked.cluster)
+    if found.data is not None and asked.output is None and not Flags.as_json:
+        raise InputError(f"--to {asked.to}: found no --output, expected a file for what is no text; add -o plan.et")
     if asked.output is not None:
-        write_text(asked.output, found.text)
+        write_bytes(asked.output, found.text.encode() if found.data is None else found.data)
     if printed_json(lambda: found.document):
         return
     if asked.output is None:

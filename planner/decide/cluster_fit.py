@@ -34,6 +34,8 @@ class LogFile:
     nodes: int
     per_node: int
     path: str
+    found: tuple[NcclLog, ...] = ()
+    """Its contents, if it is no log of nccl-tests, which is yet to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,8 @@ def fit_cluster(
                 f"them apart"
             )
     read: Logs = {
-        log: read_log(log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place) for log in logs
+        log: list(log.found) or read_log(log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place)
+        for log in logs
     }
     all_found = [(log, one) for log, found in read.items() for one in found]
     notes = [note for _, one in all_found for note in one.notes]
@@ -141,7 +144,7 @@ def fit_cluster(
     sizes = ", ".join(f"{log.nodes}x{log.per_node} ({Path(log.path).name})" for log in logs)
     cluster = Cluster(
         name=name, nodes=nodes, ranks_per_node=per_node, library="nccl", nccl=fitted,
-        source=f"NCCL's cost model, fitted by `planner cluster fit` to nccl-tests on {sizes}",
+        source=f"NCCL's cost model, fitted by `planner cluster fit` to {sizes}",
         notes=(
             f"{fit.samples} samples, {fit.mean_error:.1%} off on average; 9 of 10 within "
             f"{math.expm1(fit.interval.inside):.0%} where measured, {math.expm1(fit.interval.beyond):.0%} on other "

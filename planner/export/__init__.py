@@ -12,6 +12,7 @@ from pathlib import Path
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Profile
 from planner.export.base import Export
+from planner.export.chakra import to_chakra
 from planner.export.ddp import to_ddp
 from planner.export.ddp_hook import to_ddp_hook
 from planner.export.inductor import to_inductor
@@ -21,6 +22,7 @@ from runtime.errors import InputError
 from runtime.plan import Plan, check_has_buckets, load_plan
 
 EXPORTERS: Mapping[str, Callable[[Plan, Problem | None], Export]] = {
+    "chakra": to_chakra,
     "ddp": to_ddp,
     "ddp-hook": to_ddp_hook,
     "inductor": to_inductor,

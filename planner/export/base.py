@@ -26,6 +26,8 @@ class Export:
     """The same for `--json`."""
     notes: tuple[str, ...]
     """Parts that could not be expressed, with their costs, and how the file is used."""
+    data: bytes | None = None
+    """The contents of a file that is no text."""
 
 
 def bucket_sizes(plan: Plan, problem: Problem | None) -> list[int]:

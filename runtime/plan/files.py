@@ -60,6 +60,11 @@ def read_text(path: str | Path, expected: str = "a JSON file") -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """Write a text as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
     """Writes a file so that it is either the old one or the whole new one. A device or pipe is written to.
 
     A symbolic link stays: the file that it leads to is replaced. Raises InputError: the path cannot be written, or the
@@ -73,9 +78,9 @@ def write_text(path: str | Path, text: str) -> None:
             handle = os.open(target, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.set_blocking(handle, True)
             with os.fdopen(handle, "wb") as file:
-                file.write(text.encode())
+                file.write(data)
         else:
-            replace_file(target, text.encode())
+            replace_file(target, data)
     except OSError as error:
         if error.errno in FULL:
             raise InputError(

@@ -11,6 +11,7 @@ from runtime.comm.world import World
 from runtime.core.exchange import Exchange
 from runtime.core.options import AttachOptions
 from runtime.modes.base import Mode
+from runtime.monitor.arrivals import Arrivals
 from runtime.monitor.drift import DriftGuard
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.trial import Trial
@@ -27,6 +28,8 @@ class Monitor:
         self._world, self.recorder, self._warns, self._guarded = world, recorder, options.drift, options.guard
         self.drift = DriftGuard(world.rank, recorder.clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
+        self.arrivals = Arrivals(world, recorder.clock)
+        """Compares when ranks arrive at messages; `arrivals.rows` is what came out."""
         self.trial: Trial | None = None
         """Trial of a plan against its exact fallback, if any; `trial.verdict` is the result."""
         self.tried: str | None = None
@@ -43,6 +46,7 @@ class Monitor:
     def begin(self, mode: Mode, exchange: Exchange) -> None:
         """Record steps anew: another exchange is in place."""
         self.recorder.restart(len(mode.plan.buckets), len(mode.plan.gradients))
+        self.arrivals.restart()
         self.drift.begin(mode.plan if self._warns and mode.predicted else None)
         self._watch(exchange)
 
@@ -54,6 +58,8 @@ class Monitor:
         """Return the plan that the last steps speak for, alike on all ranks, which may meet here; None: the present
         one.
         """
+        if mode.plan.delay is None:  # else ranks do not wait for each other
+            self.arrivals.step_done(self.recorder.steps)
         if self.trial is not None and self.trial.verdict is None:
             return self.trial.step_done()
         if self._guard is None or (harmful := self._guard.step_done(step)) is None:

@@ -21,6 +21,7 @@ from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
+from runtime.plan.last_ranks import RankArrival
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
@@ -54,6 +55,8 @@ class BucketReport:
     """It is handed to the communicator: later than ready where an earlier bucket is not complete."""
     start_us: float
     end_us: float
+    exposed_us: float = 0.0
+    """Time behind the end of autograd, and behind the bucket before, for which the step waits for it."""
     predicted_start_us: float | None = None
     predicted_end_us: float | None = None
     compressor: str = "none"
@@ -77,7 +80,8 @@ class BucketReport:
     def __str__(self) -> str:
         text = (
             f"bucket {self.index}: {self.gradients} gradients, ready {self.ready_us / 1e3:.2f}, "
-            f"launch {self.launch_us / 1e3:.2f}, start {self.start_us / 1e3:.2f}, end {self.end_us / 1e3:.2f} ms"
+            f"launch {self.launch_us / 1e3:.2f}, start {self.start_us / 1e3:.2f}, end {self.end_us / 1e3:.2f} ms, "
+            f"exposed {self.exposed_us / 1e3:.2f}"
         )
         if self.compressor != NO_COMPRESSION.name:
             text += f"; {self.compressor}"
@@ -126,6 +130,8 @@ class Report:
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
     step: StepReport | None = None
+    arrivals: tuple[RankArrival, ...] = ()
+    """Each rank at the messages, as ranks compared last; empty in the first steps, and where ranks do not wait."""
     interfaces: tuple[str, ...] = ()
     cause: str | None = None
     """Cause of a large difference from the prediction."""
@@ -267,7 +273,7 @@ class Report:
             )
         if self.accumulated and self.predicted_us is not None:
             lines.append("  predicted for micro-batches as large as the batch that was profiled")
-        return "\n".join([*lines, *(f"  {bucket}" for bucket in self.buckets)])
+        return "\n".join([*lines, *(f"  {row}" for row in (*self.buckets, *self.arrivals))])
 
 
 @dataclass(frozen=True)
@@ -449,7 +455,7 @@ def _buckets(
         return statistics.fmean(known) if known else 0.0
 
     predicted = said.bucket_times(len(plan.buckets)) if said else [None] * len(plan.buckets)
-    last = -1
+    last, reached_us = -1, mean(marks.backward_end for marks in lasts)
     for index, bucket in enumerate(plan.buckets):
         first, last = last + 1, last + len(bucket.gradients)
         start_us, end_us = predicted[index] or (None, None)
@@ -457,7 +463,9 @@ def _buckets(
         # The last of its gradients; those that came in no backward have no mark.
         ready = [[mark for mark in marks.ready[first : last + 1] if mark is not None] for marks in lasts]
         kinds = next((one.phases for one in reversed(sent) if one.phases), [])
-        phases = []
+        sent_us, done_us = (mean(getattr(one, name) for one in sent) for name in ("start", "end"))
+        exposed_us = max(0.0, done_us - max(sent_us, reached_us))
+        reached_us, phases = max(reached_us, done_us), []
         for number, (name, link, _, _) in enumerate(kinds):
             marks = [one.phases[number] if number < len(one.phases) else (name, link, None, None) for one in sent]
             begin_us, over_us = mean(one[2] for one in marks), mean(one[3] for one in marks)
@@ -468,8 +476,9 @@ def _buckets(
             size_bytes=bucket.size_bytes,
             ready_us=mean(max(marks) if marks else None for marks in ready),
             launch_us=mean(one.launch for one in sent),
-            start_us=mean(one.start for one in sent),
-            end_us=mean(one.end for one in sent),
+            start_us=sent_us,
+            end_us=done_us,
+            exposed_us=exposed_us,
             predicted_start_us=start_us,
             predicted_end_us=end_us,
             compressor=bucket.compressor.name,

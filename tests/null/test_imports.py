@@ -28,8 +28,8 @@ DECIDING = (
     "planner/documents/*.py", "planner/cost/*.py", "planner/model/*.py", "planner/model/modes/*.py",
     "planner/model/codecs/*.py", "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/fsdp2/*.py", "planner/decide/*.py", "planner/emit/*.py",
-    "planner/export/*.py", "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py",
-    "planner/jobs/finding.py",
+    "planner/export/*.py", "planner/report/*.py", "planner/traces/*.py", "planner/testbed/[!s]*.py",
+    "planner/jobs/job.py", "planner/jobs/finding.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/debug.py",
     "runtime/plan/*.py",
@@ -162,7 +162,7 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
 ORDER = {
     "planner": (
         "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "fsdp2", "decide",
-        "export", "report", "frontend", "testbed", "profile", "jobs", "online", "integrations", "comparison",
+        "export", "report", "traces", "frontend", "testbed", "profile", "jobs", "online", "integrations", "comparison",
         "rehearse", "cli", "__main__", "__init__",
     ),
     "runtime": (
