@@ -97,9 +97,9 @@ def map_leaves(value: Any, is_leaf: Callable[[Any], bool], function: Callable[[A
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*map(inner, value))
     if isinstance(value, list):
-        result = copy.copy(value)
-        result[:] = map(inner, value)
-        return result
+        items = copy.copy(value)
+        items[:] = map(inner, value)
+        return items
     if isinstance(value, tuple) and kind.__init__ is tuple.__init__ and kind.__new__ is tuple.__new__:
         return kind(map(inner, value))
     if is_dataclass(value) and not isinstance(value, type):
