@@ -117,11 +117,11 @@ def find_python(version: str) -> str | None:
 
 def install(cell: Cell, python: str, folder: Path) -> str:
     """Return the Python of the cell's environment, which is made where it is missing or for other dependencies."""
-    program, done = folder / "bin" / "python", folder / ".installed"
+    program, done = str(folder / "bin" / "python"), folder / ".installed"
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     wanted = (ROOT / "pyproject.toml").read_text(encoding="utf-8") + pinned
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
-        return str(program)
+        return program
     constraints = folder / "constraints.txt"
     others = [line for line in pinned.splitlines() if not line.startswith("torch==")]
     try:
@@ -132,7 +132,7 @@ def install(cell: Cell, python: str, folder: Path) -> str:
     except subprocess.CalledProcessError as error:
         raise EnvironmentFailure(f"{cell}: its environment {folder} cannot be made: {error}") from error
     done.write_text(wanted, encoding="utf-8")
-    return str(program)
+    return program
 
 
 def versions(program: str) -> dict[str, str]:
