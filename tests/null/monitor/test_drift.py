@@ -375,7 +375,9 @@ def test_another_torch_than_the_profiles_is_told() -> None:
         ({"network": 3.0}, "communication holds steps up more than predicted"),
     ],
 )
-def test_a_report_names_the_cause_of_a_wrong_prediction_after_its_first_line(seen: dict[str, float], words: str | None) -> None:
+def test_a_report_names_the_cause_of_a_wrong_prediction_after_its_first_line(
+    seen: dict[str, float], words: str | None
+) -> None:
     recorder = Recorder(CLOCK, 3, 3)
     recorder.steps.extend(marks(**seen, at_ms=100.0 * step) for step in range(10))
     report = make_report(plan_of(predicted()), recorder, World())
