@@ -192,7 +192,8 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
             predicted_us = said.accumulated_us(*first.micro_batches, predicted_us)
         interval = None if seen is None else median_interval(seen)
         exposed_us = None if interval is None else interval.value - baseline_us
-        hidden = noise = None
+        hidden: float | None = None
+        noise: float | None = None
         if seen is not None and exposed_us is not None and record.alone_us is not None:
             hidden = hidden_share(exposed_us, record.alone_us, first.backward_us)
             could_us = max(min(record.alone_us, first.backward_us), 1e-9)

@@ -86,7 +86,9 @@ class Pilot:
             return "PLANNER=report: kept DDP's buckets, nothing was tried"
         tried = f"{pluralize(run.trials, 'alternative')} tried"
         if run.ratio < 1.0:
-            text = f"found {called(run.present)}: {1.0 - run.ratio:.1%} less time a step ({tried})"
+            text = f"chose {called(run.present)}: {1.0 - run.ratio:.1%} less time a step ({tried})"
+        elif run.has_changed:
+            text = f"chose {called(run.present)}: no difference beyond the noise ({tried})"
         elif run.opening.remembered is not None:
             text = f"kept {called(run.present)}, which an earlier run found" + (f" ({tried})" if run.trials else "")
         elif self.decided is None:

@@ -71,7 +71,9 @@ class PlannedRun:
         self.cost_us = 0.0
         """Time that timed messages and slower plans in trials have cost."""
         self.ratio = 1.0
-        """Step with the present plan over that with the first one, by trials."""
+        """Step with the present plan over that with the first one, by those trials whose difference is beyond noise."""
+        self.has_changed = False
+        """Whether a trial has ended with another plan."""
 
     @property
     def stage(self) -> str | None:

@@ -58,7 +58,8 @@ class Trials:
         self._lost_steps += BLOCK_STEPS * max(0.0, sum(new / old - 1.0 for new, old in rounds))
         run.cost_us += BLOCK_STEPS * max(0.0, sum(new - old for new, old in rounds))
         run.trials += 1
-        if verdict.good:
+        run.has_changed |= verdict.good
+        if verdict.other_us - verdict.step_us > verdict.noise_us:
             run.ratio *= verdict.step_us / verdict.other_us
         run.tell(verdict.text, aloud=True)
         self._candidates.learn(plan, verdict)

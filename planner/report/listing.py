@@ -84,7 +84,9 @@ class Listing:
 
     def _widths(self, width: int) -> list[int] | None:
         """Return the width of each column's cells in a table of at most `width` characters; None: it does not fit."""
-        widths, least, words = self._cell_widths(), [], []
+        widths = self._cell_widths()
+        least: list[int] = []
+        words: list[int] = []
         for at, (header, *cells) in enumerate(self._texts()):
             longest = max(map(cell_len, cells), default=0)
             if header in self.left:

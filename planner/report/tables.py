@@ -393,7 +393,7 @@ def sweep_lines(points: Sequence[ScalePoint]) -> list[str]:
         pairs.setdefault((sanitize(point.model), sanitize(point.cluster)), []).append(point)
     lines = []
     for (model, cluster), found in pairs.items():
-        few, many = (of(found, key=lambda point: point.ranks) for of in (min, max))
+        few, many = min(found, key=lambda point: point.ranks), max(found, key=lambda point: point.ranks)
         text = f"{model} on {cluster}: efficiency {few.efficiency:.1%} on {pluralize(few.ranks, 'rank')}"
         lines.append(text + (f", {many.efficiency:.1%} on {many.ranks}" if many.ranks > few.ranks else ""))
     return lines

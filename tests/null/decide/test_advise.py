@@ -17,6 +17,7 @@ from planner.documents.profile import Cluster, Profile
 from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.fsdp2.inputs import PER_BLOCK
 from planner.model.problem import make_problem
+from planner.report import listing
 from planner.report.tables import advice_lines
 from runtime.errors import InputError
 
@@ -175,11 +176,13 @@ SAID = [
 
 @pytest.mark.parametrize(("model", "cluster", "words"), SAID)
 def test_text_and_json_say_what_was_computed_with(
-    model: str, cluster: str, words: list[str], capsys: pytest.CaptureFixture[str]
+    model: str, cluster: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(listing, "PIPE_COLUMNS", 400)
     document = run_json(capsys, "advise", f"{model}@{cluster}")
     run("advise", f"{model}@{cluster}")
-    first, *lines = capsys.readouterr().out.splitlines()
+    summary, first, *lines = capsys.readouterr().out.splitlines()
+    assert summary.startswith("use ")
     assert first.startswith(f"{model} on {cluster}: computed with ")
     for word in words:
         assert word in first
@@ -187,7 +190,9 @@ def test_text_and_json_say_what_was_computed_with(
     assert told["accelerator"] in first
     assert told["dtype"] in first
     assert f"{told['memory_bytes'] / 1e9:.3g} GB memory" in first
-    rows = [[cell.strip(" ←") for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    printed = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+    cells = [(name, row) for row in printed for name in row[0].split(" / ")]  # equal options are one row
+    rows = [[cell.strip(" ←") for cell in (name, *row[1:])] for name, row in cells]
     assert [row[0] for row in rows] == [option["name"] for option in document["options"]]
     for row, option in zip(rows, document["options"], strict=True):
         assert float(row[1].replace(",", "")) == pytest.approx(option["iteration_us"] / 1e3, rel=1e-3)

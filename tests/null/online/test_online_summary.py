@@ -54,15 +54,23 @@ def test_what_is_missing_before_there_is_a_plan() -> None:
 @pytest.mark.parametrize(
     ("trials", "ratio", "decided", "words"),
     [
+        (
+            -2,
+            1.0,
+            PLAN,
+            f"chose the plan of {len(PLAN.buckets)} buckets: no difference beyond the noise (2 alternatives tried)",
+        ),
         (0, 1.0, None, "kept DDP's buckets: no plan was made"),
         (0, 1.0, PLAN, "kept DDP's buckets: nothing is predicted to be worth a trial"),
         (3, 1.0, PLAN, "kept DDP's buckets: 3 alternatives tried, none faster"),
-        (1, 0.8, PLAN, f"found the plan of {len(PLAN.buckets)} buckets: 20.0% less time a step (1 alternative tried)"),
+        (1, 0.8, PLAN, f"chose the plan of {len(PLAN.buckets)} buckets: 20.0% less time a step (1 alternative tried)"),
     ],
 )
 def test_what_planning_has_brought_and_cost(trials: int, ratio: float, decided: Plan | None, words: str) -> None:
+    """Negative numbers of trials stand for trials that ended with another plan, within the noise."""
     found, _session = pilot()
     run = found._run
-    run.doing, run.trials, run.ratio, run.cost_us = None, trials, ratio, 240_000.0
+    run.doing, run.trials, run.ratio, run.cost_us = None, abs(trials), ratio, 240_000.0
+    run.has_changed = trials < 0
     found._candidates.decided = decided
     assert found.summary(ended=False) == f"{words}; planning cost 0.2 s"
