@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from planner.documents.profile import Cluster, Profile, load_cluster, load_profile
     from planner.jobs.job import TrainingJob
     from planner.jobs.replanning import replan
-    from planner.online.attach import attach
+    from planner.online.attach import PlannedSession, attach
     from planner.profile.step import profile_step
     from runtime.datacache import CachedDataset, CachedSampler, CacheStats, RawDataset
     from runtime.fully_sharded.wrap import fully_shard
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
     "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
-    "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session",
-    "Simulation", "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster", "load_plan",
-    "load_profile", "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async",
-    "simulate",
+    "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "PlannedSession", "Profile", "RawDataset",
+    "Report", "Session", "Simulation", "TrainingJob", "__version__", "attach", "compare", "fully_shard",
+    "load_cluster", "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan", "profile_step",
+    "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
 _NAMES = {
@@ -73,7 +73,7 @@ _NAMES = {
     "planner.documents.profile": ("Cluster", "Profile", "load_cluster", "load_profile"),
     "planner.jobs.job": ("TrainingJob",),
     "planner.jobs.replanning": ("replan",),
-    "planner.online.attach": ("attach",),
+    "planner.online.attach": ("PlannedSession", "attach"),
     "planner.profile.step": ("profile_step",),
     "runtime.datacache": ("CacheStats", "CachedDataset", "CachedSampler", "RawDataset"),
     "runtime.fully_sharded.wrap": ("fully_shard",),

@@ -1,8 +1,8 @@
 """Executes plans inside an ordinary PyTorch training loop. Importing this package does not import torch.
 
->>> import runtime
->>> plan = runtime.load_plan("plan.json")                  # doctest: +SKIP
->>> session = runtime.attach(model, optimizer, plan)       # doctest: +SKIP
+Examples:
+    >>> plan = runtime.load_plan("plan.json")             # doctest: +SKIP
+    >>> session = runtime.attach(model, optimizer, plan)  # doctest: +SKIP
 """
 
 from __future__ import annotations

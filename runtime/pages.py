@@ -18,7 +18,8 @@ def find_pages() -> dict[str, Path]:
     """Return the file of each page by its name; none where an installation lacks them."""
     folder = Path(__file__).parents[1] / "docs"
     if (folder / "index.md").is_file():
-        return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.md"))}
+        found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.md"))}
+        return {name: path for name, path in found.items() if not name.startswith("api/")}  # `make docs` fills these
     try:
         files = distribution("commplanner").files or []
     except PackageNotFoundError:

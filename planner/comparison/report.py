@@ -124,14 +124,18 @@ AnyRow = Row | WrappingRow
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The results of one run."""
+    """The results of one comparison; `print` it."""
 
     rows: tuple[AnyRow, ...]
+    """Results of each variant: median, interval, exposed and predicted time, in µs."""
     verdicts: tuple[str, ...]
+    """Sentences on which variant is faster, and by how much."""
     rounds: int
+    """Number of rounds, in each of which every variant trains one block of steps."""
     steps: int
     """Number of measured steps of each variant."""
     ranks: int
+    """Number of ranks."""
     cause: str | None = None
     """Reason why predictions are off, if they are."""
     differences: tuple[str, ...] = ()

@@ -36,15 +36,23 @@ class Simulation:
     """A strategy on a number of ranks, predicted."""
 
     strategy: str
+    """Name of the strategy, as `planner.simulate` was given it."""
     ranks: int
+    """Number of ranks."""
     iteration_us: float
+    """Predicted time of a step, in µs."""
     exposed_us: float
+    """Part of it in which communication is not hidden behind computation, in µs."""
     forward_us: float
     backward_us: float
     update_us: float
+    """Time of the optimizer's step, in µs."""
     buckets: int
+    """Number of buckets."""
     extrapolated: bool
+    """Whether costs of messages were measured on another number of ranks."""
     cost_source: str
+    """Source of the costs of messages: samples, lines, formulas or NCCL's model."""
     idle_us: dict[str, float]
     """Time that each resource is idle in a step."""
     message_bytes: dict[str, float]
@@ -63,6 +71,7 @@ class Simulation:
     """Changes to the profile and its cluster, as text."""
 
     def to_document(self) -> dict[str, Any]:
+        """Return the record of `planner simulate --json`, as plain JSON types."""
         return asdict(self) | {"what_if": list(self.what_if)}
 
 

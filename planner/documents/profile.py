@@ -404,6 +404,7 @@ class Cluster(Document):
 
     @property
     def ranks(self) -> int:
+        """Number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -413,11 +414,26 @@ class Cluster(Document):
 
     @classmethod
     def parse(cls, document: Any, where: str) -> Self:
-        """Check a parsed document, in which links may be written as `bandwidth` and `latency`. Raises InputError."""
+        """Check a parsed document, in which links may be written as `bandwidth` and `latency`.
+
+        Args:
+            document: the parsed JSON.
+            where: name of the document in messages.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            InputError: as `load_cluster`.
+        """
         return super().parse(_with_link_constants(document, f"{where}: $"), where)
 
     def problem(self, path: str) -> str | None:
-        """Return what the library's model, the machines that it needs and the rest contradict one another in."""
+        """Return the first contradiction between NCCL's model, its machines and the rest; None: there is none.
+
+        Args:
+            path: JSON path of the cluster, which the message begins with.
+        """
         if self.nccl is None:
             missing = f'{path}.nccl: missing beside "library": "nccl"; describe the machines, or take library out'
             return None if self.library is None else missing
@@ -460,7 +476,18 @@ class Profile(Document):
 
     @classmethod
     def parse(cls, document: Any, where: str) -> Self:
-        """Check a parsed document, in which a cluster that is not known may be `{}`. Raises InputError."""
+        """Check a parsed document, in which a cluster that is not known may be `{}`.
+
+        Args:
+            document: the parsed JSON.
+            where: name of the document in messages.
+
+        Returns:
+            The profile.
+
+        Raises:
+            InputError: as `load_profile`.
+        """
         record = dict(check_schema(document, PROFILE_SCHEMA, where))
         if record.get("cluster") == {}:
             del record["cluster"]
@@ -469,7 +496,11 @@ class Profile(Document):
         return super().parse(record, where)
 
     def problem(self, path: str) -> str | None:
-        """Return what is wrong if local updaters were measured of other layers than the gradients'."""
+        """Return None, or raise InputError if local updaters were measured of other layers than the gradients'.
+
+        Args:
+            path: JSON path of the profile, which the message begins with.
+        """
         if self.local_async is not None:
             layers = [gradient.layer for gradient in self.compute.gradients]
             self.local_async.check(layers, f"{path}.local_async", CURE)
@@ -485,8 +516,15 @@ class Profile(Document):
 def load_profile(path: str | Path) -> Profile:
     """Read and check profile.json.
 
-    Raises InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
-    backward's parts, of layers that are none; contention of gathers alone.
+    Args:
+        path: path of the file.
+
+    Returns:
+        The profile.
+
+    Raises:
+        InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
+            backward's parts, of layers that are none; contention of gathers alone.
     """
     return Profile.load(path)
 
@@ -497,7 +535,17 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read and check cluster.json. Raises InputError as `load_profile` does."""
+    """Read and check cluster.json.
+
+    Args:
+        path: path of the file.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InputError: not a cluster of this schema; unknown, missing or wrong fields.
+    """
     return Cluster.load(path)
 
 

@@ -25,15 +25,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """One training task, without a loop."""
+    """One training task, without a loop.
+
+    Examples:
+        >>> TrainingJob(  # doctest: +SKIP
+        ...     model=nn.Linear(4, 1),
+        ...     loss=lambda model, batch: model(batch).square().mean(),
+        ...     batch=lambda step, rank: torch.full((8, 4), float(step + rank)),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ... )
+    """
 
     model: nn.Module
+    """The model, equal on every rank; the command line moves it to the rank's device."""
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) → scalar."""
     batch: Callable[[int, int], Any]
     """(step, rank) → batch, deterministic. Local updaters (`local_async` of a plan) call it without a process group:
     there WORLD_SIZE in the environment says how many ranks there are."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    """(parameters) → their optimizer."""
     dataset: Any = None
     """The map-style dataset that batches come from, if `planner profile` is to time loading (`runtime.datacache`)."""
     batch_samples: int | None = None

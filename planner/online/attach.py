@@ -83,7 +83,17 @@ class PlannedSession(Session):
         self.director = self.pilot = Pilot(self, opening, watches=watches, story=list(story))
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
-        """See `Session.switch`; from then on the caller decides, and the run plans no more."""
+        """Switch as `Session.switch` does; from then on the caller decides, and the run plans no more.
+
+        Args:
+            plan: a plan for the same parameters and ranks, or the path of plan.json; the same on every rank.
+            at_step: the first step with the new plan, counted from 0; default: the next one.
+
+        Raises:
+            PlanMismatch: on all ranks alike, and nothing has changed: as `Session.switch`.
+            InputError: called inside a backward, or after `detach`.
+            CommunicationError: a rank did not come within the deadline.
+        """
         super().switch(plan, at_step)
         if self.pilot is not None and self.director is not None:
             self.pilot.tell("session.switch was called: planned no more")
@@ -91,7 +101,11 @@ class PlannedSession(Session):
             self.director = None
 
     def detach(self, *, leave: bool = True) -> None:
-        """Detach, as `Session.detach` does, and end planning."""
+        """Detach, as `Session.detach` does, and end planning.
+
+        Args:
+            leave: give the process group back; False if the caller made it and continues to use it.
+        """
         if leave and self.pilot is not None:
             self.pilot.close()
             self.director = None
@@ -102,7 +116,10 @@ class PlannedSession(Session):
 
         Args:
             path: where the page goes, None for none; default: planner.html, or planner-2.html and so on where there is
-                a file that is not this session's. It needs plotly; without, that is said in place of it.
+                a file that is not this session's. It needs plotly; without, the text reports that.
+
+        Returns:
+            The text, which rank 0 has printed.
         """
         story = tuple(self.pilot.story) if self.pilot is not None else ()
         plan, decided = self.plan, self.pilot.decided if self.pilot is not None else None
@@ -174,16 +191,33 @@ def attach(
     PLANNER_CACHE is the folder of what is remembered. Rank 0's count.
 
     Args:
-        model, optimizer, process_group, sync, broadcast_buffers, loss_scale, guard, mesh: see `runtime.attach`.
-        plan: a plan, or the path of plan.json, which is executed as it is.
+        model: the bare module on its device, not wrapped in DDP; the same on every rank.
+        optimizer: its optimizer; None if the script updates weights by itself.
+        plan: a plan, or the path of plan.json, which is executed as it is; default: planned in the run.
+        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         accuracy: the riskiest class of plan; default: the given plan's, without one exact.
         allow: further interfaces (or one), as for `optimize`; default: the given plan's, without one none.
-        timeout_s: deadline of every wait; default: the process group's own (see `runtime.attach`).
+        sync: overwrite parameters and buffers with rank 0's, as DDP does.
+        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's in each step, as DDP does.
+        timeout_s: deadline of every wait in seconds; default: the process group's own (see `runtime.attach`).
         drift: warn where steps become longer than the plan predicts (with a plan), or plan again (without).
+        loss_scale: `scaler.get_scale` of a GradScaler; only plans that are not exact need it.
+        guard: try a lossy plan against its exact fallback, and watch its residuals (see `runtime.attach`).
+        mesh: the ranks as rows of nodes; default: what torchrun reports, or the machines' names.
+
+    Returns:
+        The session; `.grad` is the average over ranks whenever `backward()` returns. `session.explain()` reports what
+        was decided, and why.
 
     Raises:
-        PlanMismatch, InputError, EnvironmentFailure: as `runtime.attach`; the plan asks for more than `accuracy` and
-            `allow` permit; a riskier class than exact without a plan, whose costs a run does not measure.
+        PlanMismatch: as `runtime.attach`; also if the plan asks for more than `accuracy` and `allow` permit.
+        InputError: as `runtime.attach`; also for a riskier class than exact without a plan, whose costs a run does not
+            measure.
+        EnvironmentFailure: a rank did not come within the deadline.
+
+    Examples:
+        >>> session = planner.attach(model, optimizer)  # doctest: +SKIP
+        >>> session = planner.attach(model, optimizer, "plan.json", accuracy="bounded")  # doctest: +SKIP
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,

@@ -36,7 +36,9 @@ class CacheStats:
     """Counts of a node's caches so far, in all its ranks and workers."""
 
     memory_hits: int
+    """Samples that came from memory."""
     disk_hits: int
+    """Samples that came from the node's disk."""
     source_reads: int
     """Samples that came from slow storage."""
     fetched: int
@@ -46,9 +48,13 @@ class CacheStats:
     not_stored: int
     """Samples that the disk did not take: its bound, a full or slow disk."""
     unstorable: int
+    """Samples of a type that no cache can hold."""
     samples_in_memory: int
+    """Samples that memory holds now."""
     memory_used_bytes: int
+    """Bytes of memory in use now."""
     disk_used_bytes: int
+    """Bytes of `local_dir` in use now."""
 
 
 class CachedDataset(Dataset[Any]):
@@ -256,7 +262,7 @@ class CachedDataset(Dataset[Any]):
     def sampler(
         self, *, shuffle: bool = True, full: bool = False, seed: int = 0, drop_last: bool = False
     ) -> CachedSampler:
-        """Return the sampler for this rank; see `CachedSampler`."""
+        """Return the `CachedSampler` of this rank; it explains `shuffle`, `full`, `seed` and `drop_last`."""
         return CachedSampler(self, shuffle=shuffle, full=full, seed=seed, drop_last=drop_last)
 
     def stats(self) -> CacheStats:
@@ -269,7 +275,14 @@ class CachedDataset(Dataset[Any]):
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until what this process has read is on the disk, as workers do at their end; False after the timeout."""
+        """Wait until what this process has read is on the disk, as workers do at their end.
+
+        Args:
+            timeout_s: seconds to wait.
+
+        Returns:
+            False after the timeout.
+        """
         return self._disk is None or self._disk.flush(timeout_s)
 
     def close(self) -> None:

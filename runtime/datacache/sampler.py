@@ -59,7 +59,11 @@ class CachedSampler(Sampler[int]):
         return len(self.dataset.partition.node_of_rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that the next iteration is. One that a checkpoint left in the middle continues there."""
+        """Set the number of the next iteration's epoch. One that a checkpoint left in the middle continues there.
+
+        Args:
+            epoch: number of the epoch, from 0; decides the order.
+        """
         if epoch != self.epoch:
             self._before, self._skip, self._begun = (), 0, False
         self.epoch = epoch
@@ -81,7 +85,7 @@ class CachedSampler(Sampler[int]):
         return epoch_orders(self.dataset.partition, self.rules, self.epoch, self._before)
 
     def state_dict(self, samples_done: int) -> dict[str, Any]:
-        """Return, as plain JSON, what `load_state_dict` needs to continue in the middle of the epoch, on any ranks.
+        """Return what `load_state_dict` needs to continue in the middle of the epoch, on any ranks, as plain JSON.
 
         Args:
             samples_done: samples of this iteration that each rank has trained on: its steps × batch size. The
@@ -111,6 +115,9 @@ class CachedSampler(Sampler[int]):
 
         Every rank calls it with the same state. With other ranks than then, what remains is dealt out anew, whichever
         node holds it.
+
+        Args:
+            state: what `state_dict` returned on any rank.
 
         Raises:
             InputError: the state is of another dataset or other rules, or is damaged.

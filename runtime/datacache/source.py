@@ -29,11 +29,11 @@ class RawDataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """Return the raw sample from slow storage, such as the bytes of a JPEG."""
+        """Return the raw sample at `index` from slow storage, such as the bytes of a JPEG."""
         ...
 
     def decode(self, raw: bytes) -> Any:
-        """Return the sample, by computation alone; equal bytes give equal samples."""
+        """Return the sample that `raw` holds, by computation alone; equal bytes give equal samples."""
         ...
 
 

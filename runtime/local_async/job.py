@@ -22,7 +22,9 @@ class Part:
 
     index: int = 0
     parts: int = 1
+    """Number of updaters of all ranks."""
     seed: int = 0
+    """Seed of the partition, equal on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,15 @@ class PartSampler(Sampler[int]):
     """
 
     def __init__(self, samples: int, part: Part) -> None:
-        """Draw the part of a data set of `samples` samples. Raises InputError if it would be empty."""
+        """Draw the part of a data set.
+
+        Args:
+            samples: number of samples of the data set.
+            part: the updater's part, as `LocalJob.loader` is given it.
+
+        Raises:
+            InputError: there are fewer samples than updaters.
+        """
         if samples < part.parts:
             raise InputError(
                 f"PartSampler: found {samples} samples for {part.parts} updaters, expected at least one for each; use "
@@ -80,7 +90,11 @@ class PartSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the next pass; its order follows from that, the seed and the part."""
+        """Set the number of the next pass, which decides its order.
+
+        Args:
+            epoch: number of the pass, from 0.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

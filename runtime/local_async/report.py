@@ -126,6 +126,7 @@ class LocalReport:
 
     rank: int
     ranks: int
+    """Number of ranks."""
     steps: int
     """Minibatches that were asked of the rank."""
     minibatches: int
@@ -136,8 +137,9 @@ class LocalReport:
     staleness: tuple[int, ...] = ()
     """Entry i: minibatches with i updates of other updaters between their snapshot and their own update."""
     rounds: int = 0
+    """Number of averagings of the models of all ranks."""
     averagings: tuple[Averaging, ...] = ()
-    """The last of them."""
+    """The last averagings."""
     spans: tuple[Span, ...] = field(default=(), repr=False)
     """The last minibatches and averagings: resources `updater 0`, … and `network`; microseconds of the machine's
     monotonic clock, by which ranks of one machine can be laid side by side."""
@@ -145,18 +147,22 @@ class LocalReport:
 
     @property
     def samples(self) -> int:
+        """Samples of all updates of this rank."""
         return sum(updater.samples for updater in self.updaters)
 
     @property
     def samples_per_s(self) -> float:
+        """Samples of this rank per second."""
         return self.samples / self.seconds if self.seconds > 0.0 else 0.0
 
     @property
     def minibatches_per_s(self) -> float:
+        """Minibatches of this rank per second."""
         return self.minibatches / self.seconds if self.seconds > 0.0 else 0.0
 
     @property
     def mean_staleness(self) -> float:
+        """Mean number of updates of other updaters between a minibatch's snapshot and its own update."""
         done = sum(self.staleness)
         return sum(index * count for index, count in enumerate(self.staleness)) / done if done else 0.0
 

@@ -118,11 +118,7 @@ def parallel_tensor_op(
 ) -> Pending:
     """Split work on replicated tensors over the ranks of a group and gather the small results in one message.
 
-    Returns at once, with this rank's share computed and the message on its way; `.wait()` gives the results.
-
-    >>> norms = parallel_tensor_op(lambda own: torch.stack([t.norm() for t in own]), [torch.ones(4), torch.zeros(2)])
-    >>> norms.wait()
-    tensor([2., 0.])
+    Returns at once, with this rank's share computed and the message in flight; `.wait()` gives the results.
 
     Args:
         op: from a list of items to a tensor with one row for each; it is not called where a rank has no share. For
@@ -135,10 +131,18 @@ def parallel_tensor_op(
         dtype: of the results.
         timeout_s: deadline of every wait; default: the group's own.
 
+    Returns:
+        The pending results; `.wait()` gives them as one tensor, with one row for each item in the order of `tensors`.
+
     Raises:
         PlanMismatch: ranks came with other numbers or sizes of tensors, or other owners; found when sizes are new.
         InputError: `op` gives something else than it should, or `owners` are none.
         CommunicationError: another rank died or missed the deadline.
+
+    Examples:
+        >>> own_norms = lambda own: torch.stack([tensor.norm() for tensor in own])
+        >>> parallel_tensor_op(own_norms, [torch.ones(4), torch.zeros(2)]).wait()
+        tensor([2., 0.])
     """
     world = World.over(group, deadlines(timeout_s, group)[0])
     sizes = [sum(tensor.numel() for tensor in _tensors(item)) for item in tensors]

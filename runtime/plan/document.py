@@ -299,7 +299,11 @@ class Plan(Document):
         return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
 
     def problem(self, path: str) -> str | None:
-        """Return the first thing that interface, gathers, buckets, or blocks of local updaters have wrong."""
+        """Return the first contradiction in interface, gathers, buckets or blocks of local updaters; None if none.
+
+        Args:
+            path: JSON path of the plan, which the message begins with.
+        """
         problem = interface_problem(self, path) or gathers_problem(self, path) or _buckets_problem(self, path)
         if problem is not None or self.local_async is None:
             return problem
@@ -316,7 +320,7 @@ class Plan(Document):
         return {key: document[key] for key in (*order, "local_async", *document) if key in document}
 
     def digest(self) -> str:
-        """SHA-256 over every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
+        """Return the SHA-256 of every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
         # Sorted and without spaces: equal plans are one text, however their files are laid out.
         text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
@@ -324,6 +328,12 @@ class Plan(Document):
 
 def load_plan(path: str | Path) -> Plan:
     """Read and check plan.json.
+
+    Args:
+        path: path of the file.
+
+    Returns:
+        The plan.
 
     Raises:
         InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
@@ -335,7 +345,18 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def parse_plan(document: Any, where: str = "plan") -> Plan:
-    """Check a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
+    """Check a parsed plan document.
+
+    Args:
+        document: the parsed JSON.
+        where: name of the document in messages.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InputError: as `load_plan`.
+    """
     return Plan.parse(document, where)
 
 

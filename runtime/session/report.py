@@ -217,6 +217,7 @@ class Report:
         return self.measured.to_document()
 
     def save(self, path: str | Path) -> None:
+        """Write `measured` to `path` as JSON, for `planner explain --measured`."""
         write_json(path, self.to_document())
 
     def __str__(self) -> str:

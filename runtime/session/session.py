@@ -385,7 +385,7 @@ class Session:
             return None, f"the plan's buckets cannot be laid out: {first_line(error)}"
 
     def report(self) -> Report:
-        """Predicted against measured, over the last steps of this run on this rank."""
+        """Return predicted and measured times, in µs, of the last steps of this run on this rank."""
         in_run = self.director is not None
         report = make_report(self.plan, self.recorder, self.world, self.samples, self.mode.sends, in_run=in_run)
         return replace(report, norms=self._norms.report(), step=self.mode.report())
