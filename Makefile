@@ -11,7 +11,7 @@ WITH_RANKS := -n auto --dist loadfile --no-loadscope-reorder $(LONGEST) \
 	$(filter-out tests/null/ $(LONGEST),$(sort $(wildcard tests/*/)))
 COLD := tests/procs/test_session.py tests/procs/test_mismatches.py
 
-.PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
+.PHONY: help demo test test-all test-versions chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -33,6 +33,12 @@ test-all: $(INSTALLED) chromium  ## all tests; some of them also with ranks that
 	$(BIN)/python -m pytest $(WITHOUT_RANKS)
 	$(BIN)/python -m pytest $(WITH_RANKS)
 	$(BIN)/python -m pytest --cold $(COLD)
+
+CELL ?=
+TESTS ?= tests
+
+test-versions: $(INSTALLED)  ## `make test` on Python 3.11 to 3.13 with torch 2.11 to 2.13, resumable; CELL=python3.12-torch2.12, TESTS=tests/null/cost
+	$(BIN)/python -m benchmarks.versions --only '$(CELL)' --tests $(TESTS)
 
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh
@@ -76,4 +82,4 @@ wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -39,6 +39,7 @@ def examine() -> list[Finding]:
     """Look at everything worth knowing; slow checks (starting two ranks) last."""
     version = platform.python_version()
     findings = [
+        Finding("system", True, platform.platform()),
         Finding("python", sys.version_info >= (3, 11), version, "use Python 3.11 or newer"),
         Finding("commplanner", True, __version__),
     ]

@@ -26,9 +26,10 @@ from planner.documents.profile import parse_cluster
 from runtime.pages import find_pages
 
 RESULTS = ROOT / "docs" / "results"
+API = ROOT / "docs" / "api"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
-MAX_WORDS = 17_000
-"""Of all pages that are read from start to end: not of results, nor of those where readers look up a row."""
+MAX_WORDS = 17_720
+"""Of all pages that are read from start to end: not of results, nor of those where readers look up a row or a name."""
 MAX_COMPATIBILITY_WORDS = 4_500
 MAX_CHANGELOG_WORDS = 1_400
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -43,7 +44,9 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 def test_there_are_not_too_many_words() -> None:
-    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES if RESULTS not in page.parents}
+    words = {
+        page: len(page.read_text(encoding="utf-8").split()) for page in PAGES if not {RESULTS, API} & {*page.parents}
+    }
     assert len(words) > 20
     assert words.pop(COMPATIBILITY) <= MAX_COMPATIBILITY_WORDS
     assert words.pop(CONTRIBUTING) <= MAX_CONTRIBUTING_WORDS
