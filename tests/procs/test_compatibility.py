@@ -1,61 +1,54 @@
-"""docs/compatibility.md: every row names its test, every test it names exists, and it leaves out no interplay test."""
+"""The pages on compatibility: each sentence names tests that exist, no interplay test is left out, and the table behind
+them is as `python -m benchmarks.compatibility` writes it.
+"""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-HERE = Path(__file__).parent
-TABLE = HERE.parents[1] / "docs" / "compatibility.md"
-COLUMNS = ["with a plan", "against DDP", "ranks", "test", "notes"]
-INTERPLAY = "test_interplay.py::test_{}_ranks_as_with_ddp"
+from benchmarks.compatibility import DOCUMENT, INTERPLAY, Statement, collect, document, statements, tests_of
+from planner.cli.commands import Docs
+from planner.cli.reading import docs
 
-
-def rows() -> list[list[str]]:
-    """The cells of every row of every table but the heads."""
-    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
-    return [row for row in cells if row[1:] != COLUMNS and not set("".join(row)) <= set("- ")]
-
-
-def named(row: list[str]) -> Iterator[str]:
-    """The tests that a row names, in full; a name in brackets alone stands for one or two."""
-    for name in re.findall(r"`(\[[^`]+\]|test_\w+\.py::[^`]+)`", f"{row[4]} {row[5]}"):
-        if name.startswith("test_"):
-            yield name
-            continue
-        for ranks in row[3].split(", "):
-            yield INTERPLAY.format({"2": "two", "3": "three"}[ranks]) + name
+WITHOUT_TESTS = {"Not seen", "Arguments, attributes and methods of DDP"}
+"""Sections on what no test can show, and on names."""
 
 
 @pytest.fixture(scope="module")
 def collected() -> set[str]:
-    """Every test in this folder's files that the table names."""
-    files = sorted({test.partition("::")[0] for row in rows() for test in named(row)})
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", *files],
-        cwd=HERE, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    return {line.rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line}
+    return collect()
 
 
-def test_the_tables_are_read_whole() -> None:
-    assert len(rows()) > 60
-    assert all(len(row) == 6 for row in rows()), [row for row in rows() if len(row) != 6]
+def test_the_pages_are_read_whole() -> None:
+    found = list(statements())
+    assert len(found) > 90
+    assert len({one.page for one in found}) == 2
+    assert not any("<!--" in one.text for one in found)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
-def test_every_row_names_a_test_that_exists(row: list[str], collected: set[str]) -> None:
-    assert "`" in row[4]
-    assert set(named(row))
-    assert set(named(row)) <= collected
+@pytest.mark.parametrize(
+    "one",
+    [one for one in statements() if one.section not in WITHOUT_TESTS],
+    ids=lambda one: one.text[:60].encode("ascii", "replace").decode(),
+)
+def test_every_sentence_names_tests_that_exist(one: Statement, collected: set[str]) -> None:
+    assert one.names
+    assert [name for name in one.names if not tests_of(name, collected)] == []
 
 
-def test_every_interplay_test_is_in_the_table(collected: set[str]) -> None:
-    ours = {test for test in collected if test.startswith("test_interplay.py")}
-    assert ours == {test for row in rows() for test in named(row) if test.startswith("test_interplay.py")}
+def test_every_interplay_test_is_on_a_page(collected: set[str]) -> None:
+    checks = {match[1] for test in collected for ranks in INTERPLAY.values() if (match := ranks.fullmatch(test))}
+    shown = {test for one in statements() for name in one.names for test in tests_of(name, collected)}
+    assert checks - shown == set()
+
+
+def test_the_table_is_as_it_is_generated(collected: set[str]) -> None:
+    written = DOCUMENT.read_text(encoding="utf-8")
+    assert written == document(list(statements()), collected), "run: python -m benchmarks.compatibility"
+
+
+def test_pages_are_printed_without_the_names_of_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    docs(Docs(name="compatibility"))
+    text = capsys.readouterr().out
+    assert text.startswith("# What works")
+    assert "<!--" not in text

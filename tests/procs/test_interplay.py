@@ -1,4 +1,6 @@
-"""What scripts do around an attached model, each against DDP in the same processes; docs/compatibility.md lists it.
+"""What scripts do around an attached model, each against DDP in the same processes.
+
+docs/compatibility.md and docs/refused.md have a sentence on each.
 
 Two ranks: bit for bit. Three: up to the order of sums, see `interplay_harness`.
 """
