@@ -20,7 +20,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ def run_cell(cell: Cell, tests: Sequence[str]) -> dict[str, Any]:
     return {"minutes": (time.monotonic() - started_s) / 60.0, **versions(program), **outcome(report)}
 
 
+@cache
 def find_python(version: str) -> str | None:
     """Return a Python of this version: of PATH, or of pyenv, whose commands work only where it is switched on."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
