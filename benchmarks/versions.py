@@ -128,7 +128,7 @@ def install(cell: Cell, python: str, folder: Path) -> str:
     try:
         subprocess.run([python, "-m", "venv", folder], check=True)
         constraints.write_text("\n".join([*others, f"torch=={cell.torch}.*", ""]), encoding="utf-8")
-        pip = [program, "-m", "pip", "install", "--quiet", "--constraint", constraints]
+        pip = [str(program), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
         subprocess.run([*pip, "--editable", ".[dev]"], cwd=ROOT, check=True)
     except subprocess.CalledProcessError as error:
         raise EnvironmentFailure(f"{cell}: its environment {folder} cannot be made: {error}") from error
