@@ -20,7 +20,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ def run_cell(cell: Cell, tests: Sequence[str]) -> dict[str, Any]:
     return {"minutes": (time.monotonic() - started_s) / 60.0, **versions(program), **outcome(report)}
 
 
+@cache
 def find_python(version: str) -> str | None:
     """Return a Python of this version: of PATH, or of pyenv, whose commands work only where it is switched on."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -117,22 +118,22 @@ def find_python(version: str) -> str | None:
 
 def install(cell: Cell, python: str, folder: Path) -> str:
     """Return the Python of the cell's environment, which is made where it is missing or for other dependencies."""
-    program, done = str(folder / "bin" / "python"), folder / ".installed"
+    program, done = folder / "bin" / "python", folder / ".installed"
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     wanted = (ROOT / "pyproject.toml").read_text(encoding="utf-8") + pinned
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
-        return program
+        return str(program)
     constraints = folder / "constraints.txt"
     others = [line for line in pinned.splitlines() if not line.startswith("torch==")]
     try:
         subprocess.run([python, "-m", "venv", folder], check=True)
         constraints.write_text("\n".join([*others, f"torch=={cell.torch}.*", ""]), encoding="utf-8")
-        pip = [program, "-m", "pip", "install", "--quiet", "--constraint", constraints]
+        pip = [str(program), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
         subprocess.run([*pip, "--editable", ".[dev]"], cwd=ROOT, check=True)
     except subprocess.CalledProcessError as error:
         raise EnvironmentFailure(f"{cell}: its environment {folder} cannot be made: {error}") from error
     done.write_text(wanted, encoding="utf-8")
-    return program
+    return str(program)
 
 
 def versions(program: str) -> dict[str, str]:
