@@ -180,7 +180,7 @@ def windows(columns: Columns) -> list[tuple[int, float, float]]:
     updates = [times for name, times in named.items() if name.startswith("Optimizer.step#")]
     if updates:
         # Of several optimizers that of most steps; each step ends with its last one.
-        ends = [end for _, end in sorted(max(updates, key=lambda times: len(times)))]
+        ends = [end for _, end in sorted(updates[int(np.argmax([len(times) for times in updates]))])]
         everything = min([*columns.host(kineto.FORWARD).start[:1], *columns.start[:1]], default=ends[0])
         return [(index, begin, end) for index, (begin, end) in enumerate(pairwise([min(everything, ends[0]), *ends]))]
     forwards = sorted(start for start, _ in named.get("DistributedDataParallel.forward", []))
