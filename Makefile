@@ -4,8 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Tests that start no ranks run on all cores at once.
-WITHOUT_RANKS := tests/null
+# Tests run on all cores at once: those with ranks by file, because tests of a file share ranks, and the longest first.
+WITHOUT_RANKS := -n auto tests/null
+LONGEST := tests/docs/ tests/zoo/
+WITH_RANKS := -n auto --dist loadfile --no-loadscope-reorder $(LONGEST) \
+	$(filter-out tests/null/ $(LONGEST),$(sort $(wildcard tests/*/)))
+COLD := tests/procs/test_session.py tests/procs/test_mismatches.py
 
 .PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
 
@@ -22,12 +26,13 @@ demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
 	$(BIN)/planner demo
 
 test: $(INSTALLED) chromium  ## tests, at least one of everything; about twelve minutes on two cores
-	$(BIN)/python -m pytest -m "not long" -n auto $(WITHOUT_RANKS)
-	$(BIN)/python -m pytest -m "not long" $(WITHOUT_RANKS:%=--ignore=%)
+	$(BIN)/python -m pytest -m "not long" $(WITHOUT_RANKS)
+	$(BIN)/python -m pytest -m "not long" $(WITH_RANKS)
 
-test-all: $(INSTALLED) chromium  ## all tests, with ranks that start as outside of tests
-	$(BIN)/python -m pytest -n auto $(WITHOUT_RANKS)
-	$(BIN)/python -m pytest --cold $(WITHOUT_RANKS:%=--ignore=%)
+test-all: $(INSTALLED) chromium  ## all tests; some of them also with ranks that start as outside of tests
+	$(BIN)/python -m pytest $(WITHOUT_RANKS)
+	$(BIN)/python -m pytest $(WITH_RANKS)
+	$(BIN)/python -m pytest --cold $(COLD)
 
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh

@@ -131,7 +131,8 @@ class Profile:
 
 
 DECIDING = (
-    "--print-after", "--passes", "--solver", "--solver-limit", "--compress", "--max-ratio", "--protect", "--max-delay",
+    "--print-after", "--passes", "--solver", "--solver-limit", "--compress", "--max-ratio", "--max-rank", "--protect",
+    "--max-delay",
 )  # fmt: skip
 """Options of `optimize` about decisions on buckets."""
 

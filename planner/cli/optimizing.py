@@ -48,7 +48,7 @@ def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:
     allow = () if asked.allow is None else split_items("--allow", asked.allow)
     if asked.from_schedule is not None:
         given = chosen(asked)
-        for option in (option for option in (*DECIDING, "--max-rank") if option in given):
+        for option in (option for option in DECIDING if option in given):
             raise InputError(
                 f"{option}: found {given[option]}, which is about deciding, with --from-schedule; leave one of them out"
             )

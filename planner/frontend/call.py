@@ -83,7 +83,7 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 def map_leaves(value: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
     """Return a copy of a nest of mappings, lists, tuples and dataclasses with every leaf replaced by a function of it.
 
-    Objects of other kinds are kept, and so are lists and tuples whose constructor takes something else than items.
+    Objects of other kinds are kept, and so are tuples whose constructor takes something else than items.
     """
     if is_leaf(value):
         return function(value)
@@ -96,7 +96,11 @@ def map_leaves(value: Any, is_leaf: Callable[[Any], bool], function: Callable[[A
         return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*map(inner, value))
-    if kind.__init__ in (list.__init__, tuple.__init__) and kind.__new__ in (list.__new__, tuple.__new__):
+    if isinstance(value, list):
+        result = copy.copy(value)
+        result[:] = map(inner, value)
+        return result
+    if isinstance(value, tuple) and kind.__init__ is tuple.__init__ and kind.__new__ is tuple.__new__:
         return kind(map(inner, value))
     if is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(cast(Any, value))

@@ -135,7 +135,7 @@ def windows_of(problem: Problem) -> TwoWindows:
     return TwoWindows.of(problem.ready_us, scatter, needs(problem).need_us, gather, problem.forward_us)
 
 
-@lru_cache(maxsize=4)  # `shard_updates` asks, too
+@lru_cache(maxsize=4)
 def scatter_stops(problem: Problem) -> tuple[int, ...]:
     """Return the buckets whose reduce-scatters end earliest."""
     return merge_exact(MergeProblem.of(problem, partial(push_us, problem), non_decreasing=False)).stops

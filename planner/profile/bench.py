@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from scipy import stats
 
 from planner.documents.profile import Line, Sample
 from runtime.comm.world import World
@@ -116,6 +115,8 @@ def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:
 
 def fit(curve: Sequence[Sample]) -> Line:
     """Fit α and β by Theil-Sen (the median of all slopes, then of all intercepts), with the quality of the fit."""
+    from scipy import stats  # half a second, which ranks that measure nothing do not spend
+
     size, time_us = np.array(curve, dtype=np.float64).T
     if len(curve) < 2:
         return Line(alpha_us=float(time_us[0]), beta_us_per_byte=0.0)

@@ -18,7 +18,6 @@ from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
@@ -118,6 +117,8 @@ def take_apart(
         single_us: backward for each of them alone. Shape (probes,).
         others_us: additional time of backward for all layers before it in readiness. Shape (probes,).
     """
+    from scipy.optimize import isotonic_regression  # a second that ranks without updaters do not spend on importing
+
     reached_us = np.cumsum([sum(gradient.backward_us for gradient in run) for run in runs])
     at_us = reached_us[list(probes)]
     # Noise is taken out by the non-decreasing sequence next to what was measured, in least squares.

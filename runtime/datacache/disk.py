@@ -22,7 +22,7 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -35,6 +35,8 @@ from runtime.datacache.memory import NodeMemory
 from runtime.errors import CacheWarning
 
 LOCK, USED, UNFINISHED = "lock", "used", ".new"
+OLD_FILES = ("samples.sqlite", "samples.sqlite-wal", "samples.sqlite-shm", "samples.lock")
+"""Files of versions that kept all samples in one database."""
 BLOCK_BYTES = 4096
 PER_FOLDER = 1000
 """Samples in one folder."""
@@ -44,6 +46,8 @@ KEPT_FOR_S = 600.0
 """A dataset that was read within this time, in seconds, is in use: another one does not evict it."""
 WAITING_BYTES = 32 * 2**20
 """Bound of the samples that wait to be written, in each process; if the disk is slower, others are not kept."""
+GATHER_S = 0.05
+"""Seconds for which samples are gathered that are then written with one lock."""
 PAUSE_S = 30.0
 """Seconds without writing after a failure, or once the bound is reached."""
 TOUCH_S = 60.0
@@ -151,57 +155,70 @@ class DiskStore:
     def _write_all(self) -> None:
         try:
             while self._waiting:
-                index, raw = self._waiting.popleft()
-                self._waiting_bytes -= len(raw)
-                self._write(index, raw)
+                time.sleep(GATHER_S)
+                batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                self._waiting_bytes -= sum(len(raw) for _, raw in batch)
+                self._write(batch)
         finally:
             with self._idle:
                 self._writing = False
                 self._start_writer()  # for what was put meanwhile
                 self._idle.notify_all()
 
-    def _write(self, index: int, raw: bytes) -> None:
-        stored, paused = False, time.monotonic() < self._paused_until_s
+    def _write(self, batch: Sequence[tuple[int, bytes]]) -> None:
+        stored, paused = 0, time.monotonic() < self._paused_until_s
         try:
-            stored = not paused and self._store(index, raw)
+            for _ in () if paused else self._store(batch):
+                stored += 1
         except OSError as error:
             self._failed(error, "write")
         finally:
-            if not stored:
-                self._memory.count("not_stored")
-            if not stored and not paused:
+            self._memory.count("not_stored", len(batch) - stored)
+            if stored < len(batch) and not paused:
                 self._paused_until_s = time.monotonic() + PAUSE_S
 
-    def _store(self, index: int, raw: bytes) -> bool:
-        """Write one sample; return whether there was room for it."""
-        path = self._path(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._seen = True
-        unfinished = self.folder / f"{os.getpid()}-{threading.get_ident()}{UNFINISHED}"
+    def _store(self, batch: Sequence[tuple[int, bytes]]) -> Iterator[int]:
+        """Write samples, and yield the index of each that is stored, until there is no room for one."""
+        unfinished = [self.folder / f"{os.getpid()}-{index}{UNFINISHED}" for index, _ in batch]
         try:
-            unfinished.write_bytes(_checksum(index, raw) + raw)
+            for file, (index, raw) in zip(unfinished, batch, strict=True):
+                self._path(index).parent.mkdir(parents=True, exist_ok=True)
+                self._seen = True
+                file.write_bytes(_checksum(index, raw) + raw)
             with self._lock:
-                if path.exists():
-                    return True
-                excess_bytes = used_bytes(self.folder) + least_bound_bytes(len(raw)) - self.bound_bytes
-                if excess_bytes > 0 and self._evict(self._evictable(), excess_bytes) < excess_bytes:
-                    return False
-                self._add_used(stored_bytes(len(raw)))
-                unfinished.replace(path)
-                return True
+                for file, (index, raw) in zip(unfinished, batch, strict=True):
+                    path = self._path(index)
+                    if not path.exists():
+                        excess_bytes = used_bytes(self.folder) + least_bound_bytes(len(raw)) - self.bound_bytes
+                        if excess_bytes > 0 and self._evict(self._evictable(), excess_bytes) < excess_bytes:
+                            return
+                        self._add_used(stored_bytes(len(raw)))
+                        file.replace(path)
+                    yield index
         finally:
-            unfinished.unlink(missing_ok=True)
+            for file in unfinished:
+                file.unlink(missing_ok=True)
 
     def _add_used(self, size_bytes: int) -> None:
-        (self.folder / USED).write_text(str(used_bytes(self.folder) + size_bytes), encoding="ascii")
+        total = used_bytes(self.folder) + size_bytes
+        file = os.open(self.folder / USED, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            # In place: some file systems write a file that was cut off and written again to the disk at once.
+            os.pwrite(file, f"{total:<20}".encode(), 0)
+        finally:
+            os.close(file)
 
     def _evictable(self) -> Iterator[Path]:
         """Yield samples of datasets that no process has read for long, then those of this one that other nodes read."""
         old_s = time.time() - KEPT_FOR_S
-        for used_s, folder in sorted((one.stat().st_mtime, one) for one in self.folder.iterdir()):
+        found = []
+        for one in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # an unfinished file of another process, which is done with it
+                found.append((one.stat().st_mtime, one))
+        for used_s, folder in sorted(found):
             if used_s < old_s and folder.name.endswith(UNFINISHED):  # of a killed process
                 if not folder.name.startswith(f"{os.getpid()}-"):
-                    folder.unlink()
+                    folder.unlink(missing_ok=True)
             elif used_s < old_s and folder.is_dir() and folder != self._own:
                 yield from folder.glob("*/*")
                 shutil.rmtree(folder)
@@ -266,6 +283,20 @@ class DiskStore:
             f"local_dir {self.folder}: the dataset has changed since its samples were stored there under this "
             f"name; they are not used, and stored anew",
         )
+
+
+def remove_old_files(folder: Path, memory: NodeMemory) -> None:
+    """Delete the database of an older version, whose bytes count towards no bound; `memory` remembers the warning."""
+    found = [path for path in (folder / name for name in OLD_FILES) if path.exists()]
+    deleted = "it was deleted, and samples are stored anew"
+    try:
+        for path in found:
+            path.unlink()
+    except OSError as error:
+        deleted = f"it cannot be deleted ({error}): delete it"
+    if found and memory.first("old"):
+        text = f"local_dir {folder}: found {found[0].name} of an older version, which is not read any more; {deleted}"
+        warnings.warn(text, CacheWarning, stacklevel=2)
 
 
 def used_bytes(folder: Path) -> int:

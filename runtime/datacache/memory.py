@@ -24,7 +24,7 @@ COUNTERS = (
 )  # fmt: skip
 """Names of the counters; each process counts in a row of its own, reports add the rows up."""
 
-NOTICES = ("corrupted", "changed", "unstorable", "write", "read", "deleted", "read_only", "full")
+NOTICES = ("corrupted", "changed", "unstorable", "write", "read", "deleted", "read_only", "full", "old")
 """Names of the warnings that are given once on a node, by the process that meets them first."""
 
 _ROWS = 512

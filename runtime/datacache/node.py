@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.comm.world import World
-from runtime.datacache.disk import DiskStore, existing, least_bound_bytes, used_bytes
+from runtime.datacache.disk import DiskStore, existing, least_bound_bytes, remove_old_files, used_bytes
 from runtime.datacache.memory import NodeMemory, overhead_bytes
 from runtime.datacache.partition import Partition
 from runtime.datacache.samples import ALIGNMENT
@@ -169,6 +169,8 @@ def _make(request: CacheRequest, source: Source, partition: Partition, node: int
     part = partition.part(node)
     memory = NodeMemory.make(len(part) if request.memory_bytes else 0, request.memory_bytes)
     bound_bytes = request.disk_bytes
+    if request.local_dir is not None:
+        remove_old_files(request.local_dir, memory)
     if request.local_dir is not None and bound_bytes is None:  # what the files take now, and most of what is free
         here = used_bytes(request.local_dir)
         bound_bytes = here + int(shutil.disk_usage(existing(request.local_dir)).free * (1.0 - FREE_SHARE))

@@ -112,7 +112,7 @@ def attach_as(
     options: AttachOptions,
 ) -> S:  # fmt: skip
     """`attach` with a session of another kind."""
-    hint = "call planner.attach(model, optimizer, plan)"  # what a script gives, the same on every rank
+    hint = "call planner.attach(model, optimizer)"  # what a script gives, the same on every rank
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {hint}")
     if optimizer is not None and not callable(getattr(optimizer, "step", None)):

@@ -29,7 +29,11 @@ TOO_SHORT = "expected --minutes"
 """What a rehearsal says that came as far as timing steps on its hosts, and would need longer than it may take here."""
 SHORTER_SCRIPT = "--steps 4"
 NOT_RUN = {
+    "make test": "it runs a part of what runs this test",
     "make check": "it is what runs this test",
+    ".venv/bin/pytest tests/null/cost -q": "these tests run with this one",
+    ".venv/bin/pytest tests/null -k merge -x -q": "these tests run with this one",
+    ".venv/bin/pytest tests/procs/test_matrix.py -k tree": "these tests run with this one",
     "all_reduce_perf -b 8 -e 8G -f 2": "NVIDIA's program, on two nodes with GPUs; its logs are made up here",
 }
 OWN_TEST = {"docs/tutorial.md": "test_pages.py runs it as it is written, and compares losses"}

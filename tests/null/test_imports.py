@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ LAZY = (*HEAVY, "plotly")
 DECIDING = (
     "planner/__init__.py", "planner/__main__.py", "planner/ir.py", "planner/verify.py", "planner/cli/*.py",
     "planner/documents/*.py", "planner/cost/*.py", "planner/model/*.py", "planner/model/modes/*.py",
-    "planner/search/*.py",
+    "planner/model/codecs/*.py", "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/fsdp2/*.py", "planner/decide/*.py", "planner/emit/*.py",
     "planner/export/*.py", "planner/report/*.py", "planner/traces/*.py", "planner/testbed/[!s]*.py",
     "planner/jobs/job.py", "planner/jobs/finding.py",
@@ -200,6 +201,20 @@ def test_imports_go_down_the_list(package: str) -> None:
                 ):
                     upward.append(f"{name}: {imported}")
     assert upward == []
+
+
+def test_the_map_of_folders_has_the_order_of_the_list() -> None:
+    """The page says that each folder imports only what is above it in its map."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
+    listed: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if not line.startswith(" "):
+            rows = listed.setdefault(line.partition("/")[0], [])
+        elif not line.startswith("   "):
+            names = re.split(r"\s{2,}", line.strip())[0].removesuffix(" †").split(", ")
+            rows += [name.removesuffix(".py").removesuffix("/") for name in names]
+    for package, order in ORDER.items():
+        assert listed[package] == [name for name in order if not name.startswith("__")]
 
 
 def test_the_list_of_deciding_files_is_complete() -> None:

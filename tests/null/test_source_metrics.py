@@ -11,14 +11,14 @@ from benchmarks.source_metrics import METRICS, PACKAGES, ROOT, is_fragment, sour
 
 LIMITS = {
     "code lines": 39_900,
-    "functions with more than six parameters": 64,
-    "imports inside of functions": 30,
-    "import cycles": 6,
-    "docstrings that are fragments": 1_376,
-    "functions described by a noun": 366,
+    "functions with more than six parameters": 18,
+    "imports inside of functions": 24,
+    "import cycles": 0,
+    "docstrings that are fragments": 57,
+    "functions described by a noun": 28,
     "file names more than four times": 0,
     "file names more than once": 43,
-    "comparisons with registered names": 76,
+    "comparisons with registered names": 0,
 }
 """Metric → the most that it may be. Limits only fall: whoever makes a number smaller lowers its limit."""
 

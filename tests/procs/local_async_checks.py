@@ -247,7 +247,7 @@ def killed() -> str:
         average = Averager.average
 
         def dying(averager: Averager, *arguments: Any, **options: Any) -> list[int]:
-            if averager.rounds == 3:
+            if averager.record.rounds == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             return average(averager, *arguments, **options)
 

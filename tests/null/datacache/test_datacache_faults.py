@@ -231,6 +231,34 @@ def test_whatever_happens_to_the_files_samples_stay_right(
     assert again.stats().disk_used_bytes >= sum(path.stat().st_size for path in stored(tmp_path).values())
 
 
+def test_the_database_of_an_older_version_is_deleted(tmp_path: Path) -> None:
+    """Its bytes would count towards no bound."""
+    for name in ("samples.sqlite", "samples.sqlite-wal"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    with told() as texts:
+        cached = make(tmp_path)
+        epoch(cached)
+        assert cached.flush()
+    assert len(texts) == 1
+    assert "found samples.sqlite of an older version, which is not read any more; it was deleted" in texts[0]
+    assert not list(tmp_path.glob("samples.*"))
+    with told() as texts:
+        epoch(make(tmp_path))
+    assert texts == []
+
+
+def test_unfinished_files_of_others_may_go_while_room_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process ends with its file after this one has listed the directory."""
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([*listed(folder), tmp_path / "1-1.new"]))
+    with told() as texts:
+        cached = make(tmp_path, disk_bytes=64 * 1024)
+        epoch(cached)
+        assert cached.flush()
+    assert texts == []
+    assert cached.stats().not_stored > 0
+
+
 def killed_while_reading(cached: CachedDataset, log: Path, after: int) -> None:
     """Has a child read all samples into the caches, and kills it after so many."""
     child = os.fork()

@@ -168,6 +168,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["export", plan, "--to", "ddp"], "FSDP2 is a stock executor itself"),
         (["optimize", profile, "--parallel", "fsdp1"], "--parallel: found 'fsdp1', expected fsdp2"),
         (["optimize", profile, "--parallel", "fsdp2", "--solver", "cpsat"], "--solver: found cpsat, which is"),
+        (["optimize", profile, "--parallel", "fsdp2", "--max-rank", "3"], "--max-rank: found 3, which is"),
         (["compare", "job.py:job", "--plan", plan], "compare it with --parallel fsdp2"),
         (["compare", f"{__file__}:document", "--plan", plan, "--parallel", "fsdp2"], "--profile: missing;"),
     ):  # fmt: skip
