@@ -1,6 +1,6 @@
 """Exposed and overlapped communication of traces: planner beside HolisticTraceAnalysis, for the same files.
 
-    pip install HolisticTraceAnalysis
+    pip install HolisticTraceAnalysis "pandas<3"
     python -m benchmarks.traced_hta FOLDER      # of traces (.json.gz); exit code 1 where apart
 
 HTA takes the time from a rank's first kernel to its last one; planner takes steps. So planner's figures are those of
@@ -31,6 +31,8 @@ def ours(path: Path) -> tuple[float, float]:
     # HTA counts copies as memory, not as computation.
     computes = (column(device, "bytes")[order] < 0) & ~sends
     messages, kernels = spans[order][sends], spans[order][computes]
+    if not len(messages) or not len(kernels):
+        return 0.0, 0.0
     edges, before = covered(kernels)
     starts, within = covered(messages)
     begin, end = starts[::2], starts[1::2]

@@ -35,7 +35,7 @@ class LogFile:
     per_node: int
     path: str
     found: tuple[NcclLog, ...] = ()
-    """Its contents, if it is no log of nccl-tests, which is yet to be read."""
+    """Contents, if it is no log of nccl-tests, which is yet to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from planner.documents.nccl import gpu_named
 from planner.documents.nccl_tests import NcclLog
 from planner.documents.profile import Profile, load_profile
 from planner.traces.of_ranks import read_run
-from planner.traces.stream import is_trace, text_lines
+from planner.traces.stream import head_of, is_trace, text_lines
 from planner.traces.to_profile import profile_of
 from runtime.errors import InputError
 from runtime.plan import ModelReference
@@ -36,18 +36,11 @@ def measured_logs(path: str) -> list[LogFile]:
     Raises InputError: it is none of these, or holds no collective of several ranks.
     """
     files = [path] if not os.path.isdir(path) else sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-    if any(_is_inspector(file) for file in files):
-        return _inspected(path, [file for file in files if _is_inspector(file)])
+    logs = [file for file in files if b'"coll_perf"' in head_of(file)]
+    if logs:
+        return _inspected(path, logs)
     profile = profile_of(read_run([path]), ModelReference(name="traced")) if is_trace(path) else load_profile(path)
     return _of_profile(path, profile)
-
-
-def _is_inspector(path: str) -> bool:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return '"coll_perf"' in file.read(4096)
-    except OSError:
-        return False
 
 
 def _inspected(path: str, files: list[str]) -> list[LogFile]:

@@ -216,17 +216,22 @@ def text_lines(path: Path) -> Iterator[str]:
 _MARKS = re.compile(r'"(?:traceEvents|schemaVersion|deviceProperties|distributedInfo|ph)"')
 
 
+def head_of(path: str) -> bytes:
+    """Return the beginning of a regular file; nothing of anything else: a pipe may be silent for ever."""
+    try:
+        if not os.path.isfile(path):
+            return b""
+        with open(path, "rb") as file:
+            return file.read(4096)
+    except (OSError, ValueError):
+        return b""
+
+
 def is_trace(path: str) -> bool:
     """Return whether a path is a directory of files named as traces, an archive, or a file that begins as traces do."""
-    try:
-        if os.path.isdir(path):
-            return any(name.endswith(ENDINGS) for name in os.listdir(path))
-        if not os.path.isfile(path):  # a pipe may be silent for ever
-            return False
-        with open(path, "rb") as file:
-            head = file.read(4096)
-    except (OSError, ValueError):
-        return False
+    if os.path.isdir(path):
+        return any(name.endswith(ENDINGS) for name in os.listdir(path))
+    head = head_of(path)
     text = head.decode("utf-8", errors="replace")
     return (
         head[:2] == b"\x1f\x8b" or head[:4] == b"PK\x03\x04" or ("planner." not in text and bool(_MARKS.search(text)))
