@@ -189,22 +189,25 @@ class DiskStore:
                 for file, (index, raw) in zip(unfinished, batch, strict=True):
                     path = self._path(index)
                     if not path.exists():
-                        excess_bytes = used_bytes(self.folder) + least_bound_bytes(len(raw)) - self.bound_bytes
-                        if excess_bytes > 0 and self._evict(self._evictable(), excess_bytes) < excess_bytes:
-                            return
-                        self._add_used(stored_bytes(len(raw)))
+                        total_bytes = used_bytes(self.folder) + stored_bytes(len(raw))
+                        excess_bytes = total_bytes + BLOCK_BYTES - self.bound_bytes
+                        if excess_bytes > 0:
+                            freed_bytes = self._evict(self._evictable(), excess_bytes)
+                            if freed_bytes < excess_bytes:
+                                return
+                            total_bytes -= freed_bytes
+                        self._set_used(total_bytes)
                         file.replace(path)
                     yield index
         finally:
             for file in unfinished:
                 file.unlink(missing_ok=True)
 
-    def _add_used(self, size_bytes: int) -> None:
-        total = used_bytes(self.folder) + size_bytes
+    def _set_used(self, total_bytes: int) -> None:
         file = os.open(self.folder / USED, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             # In place: some file systems write a file that was cut off and written again to the disk at once.
-            os.pwrite(file, f"{total:<20}".encode(), 0)
+            os.pwrite(file, f"{total_bytes:<20}".encode(), 0)
         finally:
             os.close(file)
 
@@ -234,7 +237,7 @@ class DiskStore:
                 path.unlink()
                 if freed_bytes >= wanted_bytes + self.bound_bytes // 64:
                     break
-            self._add_used(-freed_bytes)
+            self._set_used(used_bytes(self.folder) - freed_bytes)
         return freed_bytes
 
     def flush(self, timeout_s: float = 60.0) -> bool:
