@@ -308,7 +308,7 @@ class Run:
 
 @command(app, "planner.cli.comparing", "compare")
 class Compare:
-    """Measure a plan and the best of DDP by turns in one run.
+    """Measure a plan and the best of DDP, interleaved.
 
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """

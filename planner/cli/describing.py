@@ -67,7 +67,7 @@ def fit_cluster(asked: FitCluster) -> None:
             )
         for name in ("gpu", "nic", "network"):
             if getattr(asked, name) is not None:
-                raise InputError(f"--{name}: found it beside --machine, which says it; expected one of them")
+                raise InputError(f"--{name}: found it with --machine, which already sets it; expected one of them")
     nics, nic = (None, None) if asked.nic is None else parse_cards(asked.nic)
     fitted = fit(
         arguments, described, Stated(gpu=asked.gpu, nics=nics, nic=nic, network=asked.network),

@@ -170,7 +170,7 @@ class Request:
             isinstance(each, LateGathers) and each.when == "always" for each in self._exact
         ):
             raise InputError(
-                f"--passes: found late_gather{{when=always}}, where new weights arrive beside the next forward, so "
+                f"--passes: found late_gather{{when=always}}, where new weights arrive during the next forward, so "
                 f"that some lines which work with DDP do not; expected --allow {LATE_GATHER} beside it: add that, or "
                 f"leave when=always out"
             )

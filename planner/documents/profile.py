@@ -305,7 +305,7 @@ class Line(Record):
     """Mean of |line − sample| / sample over the samples."""
 
     def at(self, size_bytes: float) -> float:
-        """Return the time of so many bytes in microseconds."""
+        """Return the time of a message of this size, in microseconds."""
         return self.alpha_us + self.beta_us_per_byte * size_bytes
 
 
@@ -435,10 +435,10 @@ class Cluster(Document):
             path: JSON path of the cluster, which the message begins with.
         """
         if self.nccl is None:
-            missing = f'{path}.nccl: missing beside "library": "nccl"; describe the machines, or take library out'
+            missing = f'{path}.nccl: missing with "library": "nccl"; describe the machines, or take library out'
             return None if self.library is None else missing
         if self.library is None:
-            return f'{path}.library: missing beside nccl; add "library": "nccl", or take nccl out'
+            return f'{path}.library: missing with nccl; add "library": "nccl", or take nccl out'
         cards, gpu = self.nccl.nics_per_node, self.nccl.gpu
         if self.nics_per_node not in (1, cards):
             return f"{path}.nics_per_node: found {self.nics_per_node}, and {cards} in nccl; expected the same, or one"

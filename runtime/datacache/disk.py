@@ -22,7 +22,7 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -94,8 +94,8 @@ class DiskStore:
         # Runs at the end of DataLoader workers too, which atexit's functions do not.
         util.Finalize(None, _flush, args=(weakref.ref(self),), exitpriority=100)
 
-    def _path(self, index: int) -> Path:
-        return self._own / str(index // PER_FOLDER) / str(index)
+    def _path(self, index: int) -> str:
+        return f"{self._own}/{index // PER_FOLDER}/{index}"
 
     def get(self, index: int) -> bytes | None:
         """Return the raw sample, or None if it is not there, or damaged, or the disk does not work."""
@@ -106,7 +106,8 @@ class DiskStore:
             return None
         path = self._path(index)
         try:
-            content = path.read_bytes()
+            with open(path, "rb", buffering=0) as file:
+                content = file.read()
         except FileNotFoundError:
             if self._seen and not self._own.exists():
                 self._seen = False
@@ -126,7 +127,7 @@ class DiskStore:
                 f"storage. Check the disk; stats().corrupted counts further ones",
             )
             with suppress(OSError):
-                self._evict([path])
+                self._remove([Path(path)])
             return None
         if now_s >= self._touch_at_s:
             self._touch_at_s = now_s + TOUCH_S
@@ -179,32 +180,42 @@ class DiskStore:
 
     def _store(self, batch: Sequence[tuple[int, bytes]]) -> Iterator[int]:
         """Write samples, and yield the index of each that is stored, until there is no room for one."""
-        unfinished = [self.folder / f"{os.getpid()}-{index}{UNFINISHED}" for index, _ in batch]
+        self._own.mkdir(parents=True, exist_ok=True)
+        self._seen = True
+        unfinished = [f"{self.folder}/{os.getpid()}-{index}{UNFINISHED}" for index, _ in batch]
         try:
-            for file, (index, raw) in zip(unfinished, batch, strict=True):
-                self._path(index).parent.mkdir(parents=True, exist_ok=True)
-                self._seen = True
-                file.write_bytes(_checksum(index, raw) + raw)
+            for name, (index, raw) in zip(unfinished, batch, strict=True):
+                with open(name, "wb") as file:
+                    file.write(_checksum(index, raw) + raw)
             with self._lock:
-                for file, (index, raw) in zip(unfinished, batch, strict=True):
-                    path = self._path(index)
-                    if not path.exists():
-                        excess_bytes = used_bytes(self.folder) + least_bound_bytes(len(raw)) - self.bound_bytes
-                        if excess_bytes > 0 and self._evict(self._evictable(), excess_bytes) < excess_bytes:
-                            return
-                        self._add_used(stored_bytes(len(raw)))
-                        file.replace(path)
-                    yield index
+                total_bytes = used_bytes(self.folder)
+                # Counted before they are in place: what a killed process leaves is never more than is counted.
+                self._set_used(total_bytes + sum(stored_bytes(len(raw)) for _, raw in batch))
+                try:
+                    for name, (index, raw) in zip(unfinished, batch, strict=True):
+                        path = self._path(index)
+                        if not os.path.exists(path):
+                            excess_bytes = total_bytes + least_bound_bytes(len(raw)) - self.bound_bytes
+                            if excess_bytes > 0:
+                                freed_bytes = self._evict(self._evictable(), excess_bytes)
+                                total_bytes -= freed_bytes
+                                if freed_bytes < excess_bytes:
+                                    return
+                            _move(name, path)
+                            total_bytes += stored_bytes(len(raw))
+                        yield index
+                finally:
+                    self._set_used(total_bytes)
         finally:
-            for file in unfinished:
-                file.unlink(missing_ok=True)
+            for name in unfinished:
+                with suppress(FileNotFoundError):
+                    os.unlink(name)
 
-    def _add_used(self, size_bytes: int) -> None:
-        total = used_bytes(self.folder) + size_bytes
+    def _set_used(self, total_bytes: int) -> None:
         file = os.open(self.folder / USED, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             # In place: some file systems write a file that was cut off and written again to the disk at once.
-            os.pwrite(file, f"{total:<20}".encode(), 0)
+            os.pwrite(file, f"{total_bytes:<20}".encode(), 0)
         finally:
             os.close(file)
 
@@ -225,17 +236,20 @@ class DiskStore:
         if self._owned is not None:
             yield from (path for path in self._own.glob("*/*") if not self._owned[int(path.name)])
 
-    def _evict(self, paths: Iterator[Path] | list[Path], wanted_bytes: float = math.inf) -> int:
-        """Remove samples until so many bytes, and some more, are free; return how many are."""
+    def _evict(self, paths: Iterable[Path], wanted_bytes: float = math.inf) -> int:
+        """Remove samples until so many bytes, and some more, are free; return how many are. Called with the lock."""
         freed_bytes = 0
-        with self._lock:
-            for path in paths:
-                freed_bytes += stored_bytes(path.stat().st_size - 4)
-                path.unlink()
-                if freed_bytes >= wanted_bytes + self.bound_bytes // 64:
-                    break
-            self._add_used(-freed_bytes)
+        for path in paths:
+            freed_bytes += stored_bytes(path.stat().st_size - 4)
+            path.unlink()
+            if freed_bytes >= wanted_bytes + self.bound_bytes // 64:
+                break
         return freed_bytes
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        with self._lock:
+            freed_bytes = self._evict(paths)
+            self._set_used(used_bytes(self.folder) - freed_bytes)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all that this process has put is on the disk, or given up; return False after the timeout."""
@@ -275,7 +289,7 @@ class DiskStore:
         if all(self.get(index) in (None, raw) for index, raw in samples.items()):
             return
         try:
-            self._evict(self._own.glob("*/*"))
+            self._remove(self._own.glob("*/*"))
         except OSError:  # it cannot be written to
             self._unread_until_s = math.inf
         self._warn(
@@ -297,6 +311,15 @@ def remove_old_files(folder: Path, memory: NodeMemory) -> None:
     if found and memory.first("old"):
         text = f"local_dir {folder}: found {found[0].name} of an older version, which is not read any more; {deleted}"
         warnings.warn(text, CacheWarning, stacklevel=2)
+
+
+def _move(name: str, path: str) -> None:
+    """Move a file to its place, whose directory is made where it is missing."""
+    try:
+        os.replace(name, path)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.replace(name, path)
 
 
 def used_bytes(folder: Path) -> int:

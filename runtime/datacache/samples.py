@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ FORMAT = 4
 """Version of flat samples; others, which an earlier version of this package left on the disk, are not read."""
 MAX_DEPTH = 50
 """Levels of nesting; samples have two or three."""
+
+KEPT_HEADER_BYTES = 1024
+"""Largest header whose recipe is kept: most samples of a dataset have one of few headers, and a hit parses none."""
 
 STORABLE = (
     "tensors on the CPU, NumPy arrays and numbers, Pillow images, bytes, str, int, float, bool, None, and tuples, "
@@ -67,13 +71,23 @@ def unpack(flat: Tensor) -> Any:
     """Return the sample of `flat` (uint8, 1-D, its memory aligned to 64 bytes), with which it shares memory."""
     data = flat.numpy()
     end = 4 + int.from_bytes(data[:4].tobytes(), "little")
-    form, sizes = json.loads(data[4:end].tobytes().decode("utf-8", "surrogatepass"))
-    return _build(form, (data[place] for place in _places(end, sizes)))
+    header = data[4:end].tobytes()
+    form, places = (_kept_recipe if len(header) <= KEPT_HEADER_BYTES else _recipe)(header)
+    return _build(form, (data[place] for place in places))
 
 
 def from_bytes(raw: bytes) -> Any:
     """Return the sample of flat bytes, in memory of its own."""
     return unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+
+def _recipe(header: bytes) -> tuple[Form, list[slice]]:
+    """Return the form in a header, and the places of its leaves."""
+    form, sizes_bytes = json.loads(header.decode("utf-8", "surrogatepass"))
+    return form, _places(4 + len(header), sizes_bytes)
+
+
+_kept_recipe = lru_cache(maxsize=1024)(_recipe)
 
 
 def _places(header_bytes: int, sizes_bytes: Sequence[int]) -> list[slice]:

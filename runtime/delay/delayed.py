@@ -37,7 +37,7 @@ from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.delay.staleness import NO_DISTANCE, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
-from runtime.modes.base import Host, Mode, StepHooks
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
 from runtime.plan import HINT, NO_COMPRESSION, Plan
@@ -91,14 +91,7 @@ class Delayed(Mode, StepHooks):
                 f"the plan has a delay for {plan.world.ranks} ranks on one node, which is one worker, and nothing is "
                 f"between nodes; expected at least two nodes, or as many as ranks, whose workers are the ranks: {HINT}"
             )
-        for index, bucket in enumerate(plan.buckets):
-            dtypes = {parameters[gradient].dtype for gradient in bucket.gradients}
-            if not bucket.dense and len(dtypes) > 1:
-                return (
-                    f"bucket {index} has the compressor {bucket.compressor.name!r} and several dtypes, but is pushed; "
-                    f"expected one dtype in it: divide it"
-                )
-        return None
+        return check_one_dtype(plan, parameters, "but is pushed")
 
     @classmethod
     def check_optimizer(

@@ -246,3 +246,20 @@ class Synchronous(Mode):
     """Every `.grad` is the average over ranks, to which some buckets may send a part alone."""
 
     name = SYNCHRONOUS
+
+
+def check_one_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], why_one: str) -> str | None:
+    """Return a message about the first compressed bucket with gradients of several dtypes, or None.
+
+    Args:
+        plan: the plan to check.
+        parameters: trainable parameters by name.
+        why_one: what the mode does with the bucket that needs one dtype, as a clause of the message.
+    """
+    for index, bucket in enumerate(plan.buckets):
+        if not bucket.dense and len({parameters[gradient].dtype for gradient in bucket.gradients}) > 1:
+            return (
+                f"bucket {index} has the compressor {bucket.compressor.name!r} and several dtypes, {why_one}; expected "
+                f"one dtype in it: divide it"
+            )
+    return None

@@ -12,7 +12,7 @@ from torch import nn
 
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks
+from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks, check_one_dtype
 from runtime.monitor.step_report import StepReport
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
 from runtime.plan import HINT, Plan
@@ -37,13 +37,8 @@ class Sharded(Mode):
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
         """See `Mode.check_plan`: of narrow buckets, and of weights that are gathered in bfloat16."""
-        for index, bucket in enumerate(plan.buckets):
-            dtypes = {parameters[gradient].dtype for gradient in bucket.gradients}
-            if not bucket.dense and len(dtypes) > 1:
-                return (
-                    f"bucket {index} has the compressor {bucket.compressor.name!r} and several dtypes, and its ranks "
-                    f"share the optimizer's step; expected one dtype in it: divide it"
-                )
+        if (problem := check_one_dtype(plan, parameters, "and its ranks share the optimizer's step")) is not None:
+            return problem
         assert plan.updates is not None
         assert plan.updates.step is not None
         weights, where = plan.updates.step.weights, "the plan's updates.step.weights"

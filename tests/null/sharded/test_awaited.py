@@ -154,5 +154,5 @@ def test_other_ways_to_numbers_wait_and_give_what_is_expected(way: str) -> None:
 def test_another_object_that_took_its_place_is_plain_when_it_has_waited() -> None:
     coming, other = Coming(), nn.Parameter(torch.zeros(()))
     torch.utils.swap_tensors(coming.parameter, other)  # type: ignore[no-untyped-call]
-    assert float(other) == 1.0
+    assert other.item() == 1.0
     assert type(other) is nn.Parameter
