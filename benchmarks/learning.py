@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 
 import runtime
 from examples import charlm
-from planner.jobs.demo_job import ResNet20, batch, loss, test_accuracy
+from examples.digits import ResNet20, batch, loss, test_accuracy
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.plan import Plan
 

@@ -37,10 +37,10 @@ import planner
 from benchmarks.marked import write_part
 from benchmarks.overhead import convolutions, encoder
 from benchmarks.resumable import kept
+from examples.digits import ResNet20
 from planner.comparison.statistics import Interval, ratio_interval
 from planner.comparison.variants import distinct_caps
 from planner.documents.catalog import find_profile
-from planner.jobs.demo_job import ResNet20
 from planner.jobs.job import TrainingJob
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.training import weights_sha256

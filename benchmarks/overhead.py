@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import runtime
 from benchmarks.gpu.plans import ddp_buckets
-from planner.jobs import demo_job
+from examples import digits
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
@@ -44,7 +44,7 @@ DDP_LIMIT, BARE_LIMIT = 1.02, 1.01
 
 def resnet20() -> nn.Module:
     """0.27 million parameters in 65 gradients: hardly any work per gradient, so the most that hooks can cost."""
-    return demo_job.ResNet20()
+    return digits.ResNet20()
 
 
 def convolutions() -> nn.Module:
@@ -92,7 +92,7 @@ def readiness(model: nn.Module) -> list[str]:
 
 
 def _loss(model: nn.Module, step: int) -> Tensor:
-    images, labels = demo_job.batch(step, dist.get_rank() if dist.is_initialized() else 0)
+    images, labels = digits.batch(step, dist.get_rank() if dist.is_initialized() else 0)
     loss: Tensor = functional.cross_entropy(model(images), labels)
     return loss
 
@@ -152,7 +152,7 @@ def measure_pairs(name: str, reference: str, pairs: int) -> Row:
     sides = Side(name, reference), Side(name, "plan")
     times = np.zeros((pairs, 2, 2))
     for pair in range(-WARM_UP_PAIRS, pairs):
-        images, labels = demo_job.batch(pair % 50, dist.get_rank() if dist.is_initialized() else 0)
+        images, labels = digits.batch(pair % 50, dist.get_rank() if dist.is_initialized() else 0)
         for side in (0, 1) if pair % 2 else (1, 0):
             times[pair, side] = sides[side].step(images, labels)
     buckets = sides[1].bucket_bytes()

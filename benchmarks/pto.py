@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.marked import write_part
+from examples.digits import ResNet20
 from planner.documents.profile import Cluster, ComputeProfile, Gradient, Profile, ProfileWorld
 from planner.ir import Schedule
-from planner.jobs.demo_job import ResNet20
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem, make_problem

@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import planner
 from benchmarks.overhead import convolutions, encoder, resnet20, wide
+from examples import digits
 from planner.documents.profile import Profile
 from planner.ir import Schedule
-from planner.jobs import demo_job
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.model.modes import simulate_schedule
 from planner.model.problem import make_problem
@@ -59,7 +59,7 @@ def measure(name: str, folder: str, rounds: int) -> tuple[list[Profile], list[fl
     """On one rank: profile and trace in turn; return the profiles, and milliseconds of steps without the profiler."""
     make, batches = MODELS[name]
     rank, profiles, plain_ms = dist.get_rank(), [], []
-    images, labels = (torch.cat([part] * batches) for part in demo_job.batch(0, rank))
+    images, labels = (torch.cat([part] * batches) for part in digits.batch(0, rank))
     torch.manual_seed(0)
     bare, wrapped = make(), DistributedDataParallel(make())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (bare, wrapped)]

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from digits import digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import planner
-from planner.jobs.demo_job import digits
 
 BATCH_SIZE = 32
 MAX_NORM = 1.0

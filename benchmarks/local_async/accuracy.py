@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.local_async.jobs import BATCH_SIZE, DEADLINE_S, MODELS, learner, spec
+from examples.digits import test_accuracy
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
-from planner.jobs.demo_job import test_accuracy
 from planner.jobs.on_rank import profile_rank
 from planner.model.problem import make_problem
 from runtime.local_async import run_local_async

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from examples.digits import ResNet20, digits, loss
 from planner import TrainingJob
-from planner.jobs.demo_job import ResNet20, digits, loss
 from runtime.local_async import LocalJob
 
 RANKS = 2

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.charlm import CharLM
+from examples.digits import ResNet20
 from planner import TrainingJob
-from planner.jobs.demo_job import ResNet20
 
 
 class Residual(nn.Module):

@@ -240,7 +240,7 @@ class Catalog:
 
 @command(app, "planner.cli.traced_runs", "import_traces", name="import")
 class Import:
-    """Make a profile with its cluster of what torch.profiler recorded of a real run."""
+    """Make a profile and its cluster from traces of torch.profiler."""
 
     traces: list[str] = argument("Traces of torch.profiler, one a rank (.json, .json.gz, .zip), or a directory.")
     job: str | None = option("The job that was traced, path/to/file.py:name, for the names of its parameters.")
@@ -258,7 +258,10 @@ app.add_typer(models, name="model")
 
 @command(app, "planner.cli.explaining", "explain")
 class Explain:
-    """Say why a plan is what it is, or where the steps of a traced run go: a table, a trace, a page."""
+    """Say why a plan is what it is, or where a traced run's time goes.
+
+    As a table, a trace or a page.
+    """
 
     plan: str = argument("plan.json; or a trace of torch.profiler, or a directory of them, one a rank.")
     trace: str | None = option("Write Chrome trace events here, for ui.perfetto.dev or chrome://tracing.")

@@ -73,11 +73,17 @@ def kind_of(name: str) -> str:
     return name if name == "p102-100" else name.partition("-")[0]
 
 
-def find_accelerator(text: str | None) -> str | None:
+def find_accelerator(text: str | None, memory_bytes: int | None = None) -> str | None:
     """Return the name in the table of a device as its driver names it; None where it is not known.
+
+    Args:
+        text: name of the device.
+        memory_bytes: its memory, which tells variants apart that the name does not.
 
     >>> find_accelerator("NVIDIA A100-SXM4-40GB"), find_accelerator("NVIDIA GeForce RTX 4090")
     ('a100-40gb', 'rtx4090')
+    >>> find_accelerator("NVIDIA A100-PG509-200", 42_297_524_224)
+    'a100-40gb'
     """
     if text is None:
         return None
@@ -87,7 +93,11 @@ def find_accelerator(text: str | None) -> str | None:
     if "laptop" in words:
         return None  # fewer units under the name of the desktop's
     found = [name for name in ACCELERATORS if set(_WORD.findall(name)) <= words]
-    return max(found, key=len, default=None)
+    name = max(found, key=len, default=None)
+    if name is None or memory_bytes is None or kind_of(name) != name:
+        return name
+    variants = [other for other in ACCELERATORS if kind_of(other) == name]
+    return min(variants, key=lambda other: abs(ACCELERATORS[other].memory_bytes - memory_bytes))
 
 
 def speed_ratio(old: str, new: str) -> float:

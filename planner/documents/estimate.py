@@ -69,7 +69,7 @@ def compute_basis(profile: Profile, cluster: Cluster) -> ComputeBasis:
         published = name in estimate.efficiency or kind_of(name) in estimate.efficiency
         speed, within = 1.0 / _step_ratio(profile, name), PUBLISHED_WITHIN if published else ASSUMED_WITHIN
         return ComputeBasis(basis=basis, accelerator=name, measured_on=None, speed=speed, within=within)
-    old, measured_on = find_accelerator(profile.world.accelerator), profile.world.accelerator or profile.world.device
+    old, measured_on = _measured_on(profile), profile.world.accelerator or profile.world.device
     if new is None or old is None:
         return ComputeBasis(basis="as profiled", accelerator=new or old or measured_on, measured_on=measured_on)
     if old == new:
@@ -89,7 +89,7 @@ def check_accelerators(profile: Profile, cluster: Cluster) -> None:
                 f'accelerator; expected one: `--accelerator h100`, or "accelerator" in cluster.json'
             )
         return
-    if new is not None and find_accelerator(profile.world.accelerator) is None:
+    if new is not None and _measured_on(profile) is None:
         raise InputError(
             f"{name}: measured on {measured_on or 'an accelerator that is not named'}, whose rates are not known, and "
             f"{where} has {new}; expected one of {', '.join(ACCELERATORS)} in the profile ($.world.accelerator), or a "
@@ -100,7 +100,7 @@ def check_accelerators(profile: Profile, cluster: Cluster) -> None:
 def on_accelerator(profile: Profile, cluster: Cluster) -> Profile:
     """Return the profile with its times, and its memory, on the cluster's accelerators where both are known."""
     estimate, new = profile.compute.estimate, cluster.computes_on
-    old = find_accelerator(profile.world.accelerator) if estimate is None else estimate.gpu
+    old = _measured_on(profile) if estimate is None else estimate.gpu
     if old is None or new is None or old == new:
         return profile
     moved = scale_profile(profile, _step_ratio(profile, new), 1.0 / memory_ratio(old, new))
@@ -109,11 +109,15 @@ def on_accelerator(profile: Profile, cluster: Cluster) -> Profile:
     return replace(moved, compute=compute, world=world)
 
 
+def _measured_on(profile: Profile) -> str | None:
+    return find_accelerator(profile.world.accelerator, profile.world.memory_bytes)
+
+
 def _step_ratio(profile: Profile, new: str) -> float:
     """Return how many times as long forward and backward take on an accelerator as profiled."""
     estimate = profile.compute.estimate
     if estimate is None:
-        old = find_accelerator(profile.world.accelerator)
+        old = _measured_on(profile)
         return 1.0 if old is None else 1.0 / speed_ratio(old, new)
     before, after = ACCELERATORS[estimate.gpu].dense_flops, ACCELERATORS[new].dense_flops
     return before * estimate.share_of(estimate.gpu) / (after * estimate.share_of(new))

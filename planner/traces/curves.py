@@ -32,7 +32,7 @@ def cluster_of(run: Run, steps: Sequence[Step]) -> tuple[Cluster | None, list[st
         nodes = nodes if ranks % nodes == 0 else 1
         if ranks > 1:
             notes.append(f"taken as {pluralize(nodes, 'node')}, which one trace does not tell: correct cluster.nodes")
-    accelerator = find_accelerator(run.accelerator)
+    accelerator = find_accelerator(run.accelerator, run.memory_bytes)
     if ranks == 1:
         return Cluster(nodes=1, accelerator=accelerator, source="a run of one rank"), notes
     messages = [message for step in steps for message in step.messages if message.ranks in (None, ranks)]

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
-from planner.decide.cluster_fit import LogFile
+from planner.decide.cluster_fit import LogFile, parse_log_argument
 from planner.documents.nccl import gpu_named
 from planner.documents.nccl_tests import NcclLog
 from planner.documents.profile import Profile, load_profile
@@ -39,8 +39,11 @@ def measured_logs(path: str) -> list[LogFile]:
     logs = [file for file in files if b'"coll_perf"' in head_of(file)]
     if logs:
         return _inspected(path, logs)
-    profile = profile_of(read_run([path]), ModelReference(name="traced")) if is_trace(path) else load_profile(path)
-    return _of_profile(path, profile)
+    if is_trace(path):
+        return _of_profile(path, profile_of(read_run([path]), ModelReference(name="traced")))
+    if os.path.isfile(path) and head_of(path).lstrip()[:1] != b"{":
+        return [parse_log_argument(path)]  # a log of nccl-tests, before whose name ranks are missing
+    return _of_profile(path, load_profile(path))
 
 
 def _inspected(path: str, files: list[str]) -> list[LogFile]:

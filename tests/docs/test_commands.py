@@ -97,8 +97,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small job, its profile and plan, a cluster, and logs."""
     folder = tmp_path_factory.mktemp("prepared")
     shutil.copytree(ROOT / "examples", folder / "examples")
-    for name in ("job.py", "examples/digits.py"):
-        (folder / name).write_text(SMALL_JOB, encoding="utf-8")
+    (folder / "job.py").write_text(SMALL_JOB, encoding="utf-8")
+    with (folder / "examples" / "digits.py").open("a", encoding="utf-8") as digits:
+        digits.write(SMALL_JOB)  # its `job` hides the first one
     (folder / "cluster.json").write_text(CLUSTER, encoding="utf-8")
     for name, nodes in (("a.log", 2), ("b.log", 4)):
         (folder / name).write_text(log_text(nodes), encoding="utf-8")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from examples.digits import ResNet20
 from planner.decide.optimize import optimize
 from planner.documents.profile import parse_profile
 from planner.export import export
-from planner.jobs.demo_job import ResNet20
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 
 

@@ -22,7 +22,7 @@ def test_updaters_of_the_digits_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updaters, "LEAST_MINIBATCHES", 8)
     monkeypatch.setattr(updaters, "REPEATS", 2)
     monkeypatch.setattr(updaters, "PROBES", 6)
-    built = build("planner.jobs.demo_job:job", "cpu")
+    built = build("examples.digits:job", "cpu")
     before = {name: parameter.clone() for name, parameter in built.model.named_parameters()}
     gradients = tuple(
         Gradient(name=name, layer=name.rpartition(".")[0], numel=tensor.numel(), dtype="float32", backward_us=300.0)

@@ -104,7 +104,8 @@ def test_wrong_files(command: Command, tmp_path: Path, kind: str, fault: str) ->
     before = snapshot(tmp_path)
     for arguments in COMMANDS[kind]:
         given = [str(path) if argument == "FILE" else argument for argument in arguments]
-        check_refused(command("--json", *given), str(path), words)
+        as_trace = arguments[0] == "explain" and fault == "gzip"  # traces are compressed
+        check_refused(command("--json", *given), str(path), "found no list traceEvents" if as_trace else words)
     for function in FUNCTIONS[kind]:
         with pytest.raises(InputError) as caught:
             function(path)

@@ -10,7 +10,7 @@ from builders import run, run_json, usual_cluster, usual_profile
 
 from planner.decide.advise import WORTH_ASKING, advise
 from planner.decide.at_scale import sweep
-from planner.documents.accelerators import find_accelerator, kind_of, speed_ratio
+from planner.documents.accelerators import ACCELERATORS, find_accelerator, kind_of, speed_ratio
 from planner.documents.catalog import find_cluster, find_profile, names
 from planner.documents.estimate import check_accelerators, compute_basis, on_accelerator
 from planner.documents.profile import Cluster, Profile
@@ -139,7 +139,9 @@ def computes(profile: Profile, machines: Cluster) -> str:
     device = (profile.world.accelerator or "").lower()
     if not device:
         return "refused"
-    return "measured" if kind_of(there) in device else "scaled"
+    memory_bytes = profile.world.memory_bytes or ACCELERATORS[there].memory_bytes
+    same = kind_of(there) in device and memory_bytes == pytest.approx(ACCELERATORS[there].memory_bytes, rel=0.1)
+    return "measured" if same else "scaled"
 
 
 @pytest.mark.parametrize("cluster", names("cluster"))
@@ -155,14 +157,16 @@ def test_every_pair_says_what_it_was_computed_with(cluster: str) -> None:
             continue
         check_accelerators(profile, machines)
         found = compute_basis(profile, machines)
+        profiled_on = find_accelerator(profile.world.accelerator, profile.world.memory_bytes)
         assert found.basis == expected, model
-        assert found.accelerator == (machines.computes_on or find_accelerator(profile.world.accelerator)
-                                     or profile.world.accelerator or profile.world.device)  # fmt: skip
+        assert found.accelerator == (
+            machines.computes_on or profiled_on or profile.world.accelerator or profile.world.device
+        )
         factor = profile.compute.forward_us / on_accelerator(profile, machines).compute.forward_us
         assert factor == pytest.approx(found.speed if expected in ("scaled", "estimated") else 1.0)
         assert (found.within is not None) == (expected in ("scaled", "estimated"))
         if expected == "scaled":
-            assert factor == pytest.approx(speed_ratio(find_accelerator(profile.world.accelerator), found.accelerator))  # type: ignore[arg-type]
+            assert factor == pytest.approx(speed_ratio(profiled_on, found.accelerator))  # type: ignore[arg-type]
 
 
 SAID = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.jobs import demo_job
+from examples import digits
 from runtime.comm.shared_memory import SharedMemory
 from runtime.comm.world import World
 from runtime.errors import InputError
@@ -168,12 +168,12 @@ def test_parts_of_the_data_share_nothing_and_leave_nothing_out() -> None:
         PartSampler(3, Part(0, 4))
 
 
-def test_ranks_of_the_demo_share_out_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_the_example_share_out_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """In local updaters, too, which have no process group to ask how many ranks there are."""
-    numbers = torch.arange(6 * demo_job.BATCH_SIZE)
-    monkeypatch.setattr(demo_job, "digits", lambda: demo_job.Digits(numbers, numbers, numbers[:0], numbers[:0]))
+    numbers = torch.arange(6 * digits.BATCH_SIZE)
+    monkeypatch.setattr(digits, "digits", lambda: digits.Digits(numbers, numbers, numbers[:0], numbers[:0]))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    seen = torch.cat([demo_job.batch(step, rank)[0] for step in range(3) for rank in range(2)])
+    seen = torch.cat([digits.batch(step, rank)[0] for step in range(3) for rank in range(2)])
     assert torch.equal(seen.sort().values, numbers)
 
 

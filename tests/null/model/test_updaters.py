@@ -307,12 +307,12 @@ WHOLE = Schedule.from_boundaries([4]).buckets
         (
             Schedule(buckets=WHOLE, mode=LocalUpdaters(count=1), norms=(0,)),
             "relaxed",
-            "its norms by itself",
+            "each computes all norms itself",
         ),
         (
             Schedule(buckets=(Bucket((0, 1, 2, 3), TORUS_2D),), mode=LocalUpdaters(count=1)),
             "relaxed",
-            "averaged dense",
+            "averaged uncompressed",
         ),
     ],
 )

@@ -204,7 +204,7 @@ def test_a_rate_may_be_a_tensor(make: Callable[[Any], LayerwiseOptimizer]) -> No
 
 def train_digits(make: Callable[[Any], torch.optim.Optimizer], steps: int, batch: int) -> float:
     """The share of test digits that a small network gets right after some large-batch steps."""
-    from planner.jobs.demo_job import digits
+    from examples.digits import digits
 
     data = digits()
     torch.manual_seed(0)
