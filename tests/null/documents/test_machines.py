@@ -160,7 +160,7 @@ def test_a_described_cluster(
     ring_us = 2 * 63 * 5.0 + 2 * 63 / 64 * bytes_sent * 1e6 / 400e9
     assert communication_cost(cluster).all_reduce.at(bytes_sent) == pytest.approx(ring_us)
     write(Path("p.json"), usual_document(ranks=64))
-    run("simulate", "p.json", "--cluster", "cluster.json")
+    run("--json", "simulate", "p.json", "--cluster", "cluster.json")
     assert "with link constants" in capsys.readouterr().out
 
 
