@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(INSTALLED)  ## DDP and a plan on two acted machines: a gain, in about a minute
+demo: $(INSTALLED)  ## DDP and a plan on two emulated machines: a gain, in about a minute
 	$(BIN)/planner demo
 
 test: $(INSTALLED) chromium  ## tests, at least one of everything; about twelve minutes on two cores

@@ -64,7 +64,7 @@ def collect() -> set[str]:
     return {line.rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
-def tests_of(name: str, collected: Iterable[str]) -> dict[str, list[str]]:
+def matching(name: str, collected: Iterable[str]) -> dict[str, list[str]]:
     """Return the tests that a name matches, in short, each with the numbers of ranks where the test's name has them."""
     wanted = re.compile(".*".join(map(re.escape, name.split("*"))))
     found: dict[str, list[str]] = {}
@@ -93,7 +93,7 @@ def document(every: Collection[Statement], collected: Collection[str]) -> str:
         if section != (section := (one.page, one.section)):
             lines += ["", f"## {'Refused: ' if one.page == PAGES[1] else ''}{one.section}", "", "| sentence | tests |"]
             lines += ["|---|---|"]
-        tests = {test: ranks for name in one.names for test, ranks in tests_of(name, collected).items()}
+        tests = {test: ranks for name in one.names for test, ranks in matching(name, collected).items()}
         listed = [f"`{test}`" + (f" ({', '.join(sorted(ranks))})" if ranks else "") for test, ranks in tests.items()]
         text = re.sub(r"\]\((?!http)([^)]+)\)", r"](../\1)", one.text).replace("|", "\\|")
         lines.append(f"| {text} | {'<br>'.join(listed)} |")

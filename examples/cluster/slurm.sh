@@ -3,6 +3,7 @@
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
 #SBATCH --requeue
 # One torchrun on each node. From the repository's folder:
 #   sbatch examples/cluster/slurm.sh --checkpoint /shared/run.pt

@@ -12,7 +12,7 @@ from planner.jobs.rank_options import is_first_rank
 
 INTRODUCTION = """\
 GoogLeNet (51 MiB of gradients) on machines with 10 Gbit/s Ethernet: DDP as it comes, and a plan. About a minute.
-The machines are acted by processes here. Computation is timed waits: a K80's published layer times, five times as
+The machines are emulated by processes here. Computation is timed waits: a K80's published layer times, five times as
 fast. Connections are held to the link's rate. DDP, planner's runtime and all messages are real; times are ten times
 as long, and are printed as on the machines."""
 

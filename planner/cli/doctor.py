@@ -18,8 +18,8 @@ from runtime.version import __version__
 
 NEEDED = ("torch", "numpy", "scipy", "ortools", "pydantic", "typer", "rich")
 OPTIONAL = {
-    "scikit-learn": "examples/digits.py needs it: pip install 'commplanner[demo]'",
-    "plotly": "`planner explain --html` needs it: pip install 'commplanner[pages]'",
+    "scikit-learn": "examples/digits.py needs it: pip install scikit-learn",
+    "plotly": "`planner explain --html` needs it: pip install plotly",
 }
 
 

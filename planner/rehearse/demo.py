@@ -1,7 +1,7 @@
 """`planner demo`: DDP as it comes and a plan, rehearsed in about a minute, without root.
 
-The cluster is acted: computation is timed waits, and connections between local ranks are held to the scaled rate of the
-link. DDP, the runtime, their hooks and every message are real. Bytes are not shrunk, so that DDP is torch's default.
+The cluster is emulated: computation is timed waits, and connections between local ranks are held to the scaled rate of
+the link. DDP, the runtime, their hooks and every message are real. Bytes are not shrunk: DDP is torch's default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runtime.errors import InputError
 
 MODEL = "googlenet"
 FASTER = 5.0
-"""Ratio of the acted accelerator's speed to that of the K80 that the model's times were measured on."""
+"""Ratio of the emulated accelerator's speed to that of the K80 that the model's times were measured on."""
 BITS_PER_S = 10e9
 START_UP_US = 50.0
 """Start-up time of a message between hosts."""
@@ -81,7 +81,7 @@ def run_demo(where: RankOptions, minutes: float, show_progress: bool) -> DemoRes
         show_progress: whether lines are written on standard error.
 
     Raises:
-        InputError: an option that an acted accelerator has no use for, or too few minutes.
+        InputError: an option that an emulated accelerator has no use for, or too few minutes.
         EnvironmentFailure: a rank died, or the kernel cannot hold connections to a rate.
     """
     asked = make_request(where, minutes)
@@ -98,8 +98,8 @@ def make_request(where: RankOptions, minutes: float) -> AskedPlan:
     for option, found, expected in (("device", where.device, "cpu"), ("backend", where.backend, "gloo")):
         if found not in (None, "auto", expected):
             raise InputError(
-                f"--{option}: found {found}, expected {expected}: the demo's accelerator is acted; leave it out, and "
-                f"measure on GPUs with `planner compare JOB --plan PLAN`"
+                f"--{option}: found {found}, expected {expected}: the demo's accelerator is emulated; leave it out, "
+                f"and measure on GPUs with `planner compare JOB --plan PLAN`"
             )
     emulation = where.emulation
     if emulation is not None and emulation.ranks_per_host > 1:
@@ -210,7 +210,7 @@ def noise_notes(result: DemoResult) -> list[str]:
     if row.median_us is not None and expected_us is not None and row.median_us < HELD_SHARE * expected_us:
         notes.append(
             f"this kernel does not hold connections to a rate: DDP took {milliseconds(row.median_us)} ms a step, and "
-            f"{milliseconds(expected_us)} were expected on the acted link; as root, add --emulate 2x1@10gbit"
+            f"{milliseconds(expected_us)} were expected on the emulated link; as root, add --emulate 2x1@10gbit"
         )
     return notes
 

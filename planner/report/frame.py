@@ -49,9 +49,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise EnvironmentFailure(
-            "the page is drawn by plotly, which is missing: pip install 'commplanner[pages]'"
-        ) from None
+        raise EnvironmentFailure("the page is drawn by plotly, which is missing: pip install plotly") from None
     library: str = get_plotlyjs()
     return library
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
+from made_traces import Job, make_traces, write_trace
 from pages import PAGES, ROOT, blocks, call, commands, run
 from test_testbed import MISSING
 
@@ -31,6 +32,7 @@ SHORTER_SCRIPT = "--steps 4"
 NOT_RUN = {
     "make test": "it runs a part of what runs this test",
     "make check": "it is what runs this test",
+    "make test-versions": "it runs a part of what runs this test, on versions that are to be installed",
     ".venv/bin/pytest tests/null/cost -q": "these tests run with this one",
     ".venv/bin/pytest tests/null -k merge -x -q": "these tests run with this one",
     ".venv/bin/pytest tests/procs/test_matrix.py -k tree": "these tests run with this one",
@@ -94,7 +96,7 @@ def log_text(nodes: int) -> str:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small job, its profile and plan, a cluster, and logs."""
+    """A folder with a small job, its profile and plan, a cluster, logs, and traces."""
     folder = tmp_path_factory.mktemp("prepared")
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "job.py").write_text(SMALL_JOB, encoding="utf-8")
@@ -103,6 +105,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cluster.json").write_text(CLUSTER, encoding="utf-8")
     for name, nodes in (("a.log", 2), ("b.log", 4)):
         (folder / name).write_text(log_text(nodes), encoding="utf-8")
+    (folder / "traces").mkdir()
+    for rank, document in enumerate(make_traces(Job())):
+        write_trace(folder / "traces" / f"rank{rank}.json.gz", document)
     run(shlex.split("planner profile job.py:job --ranks 2 --for bounded --budget-s 5 -o profile.json"), folder)
     run(shlex.split("planner optimize profile.json -o plan.json"), folder)
     return folder

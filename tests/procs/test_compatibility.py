@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.compatibility import DOCUMENT, INTERPLAY, Statement, collect, document, statements, tests_of
+from benchmarks.compatibility import DOCUMENT, INTERPLAY, Statement, collect, document, matching, statements
 from planner.cli.commands import Docs
 from planner.cli.reading import docs
 
-WITHOUT_TESTS = {"Not seen", "Arguments, attributes and methods of DDP"}
+WITHOUT_TESTS = {"Not detected", "Arguments, attributes and methods of DDP"}
 """Sections on what no test can show, and on names."""
 
 
@@ -33,12 +33,12 @@ def test_the_pages_are_read_whole() -> None:
 )
 def test_every_sentence_names_tests_that_exist(one: Statement, collected: set[str]) -> None:
     assert one.names
-    assert [name for name in one.names if not tests_of(name, collected)] == []
+    assert [name for name in one.names if not matching(name, collected)] == []
 
 
 def test_every_interplay_test_is_on_a_page(collected: set[str]) -> None:
     checks = {match[1] for test in collected for ranks in INTERPLAY.values() if (match := ranks.fullmatch(test))}
-    shown = {test for one in statements() for name in one.names for test in tests_of(name, collected)}
+    shown = {test for one in statements() for name in one.names for test in matching(name, collected)}
     assert checks - shown == set()
 
 

@@ -48,7 +48,7 @@ def test_ddp_is_torch_s_default_and_its_last_bucket_waits_for_all_of_backward() 
     ("options", "message"),
     [
         (RankOptions(ranks=1), "--ranks: found 1, expected 2 or more"),
-        (RankOptions(device="cuda"), "--device: found cuda, expected cpu: the demo's accelerator is acted"),
+        (RankOptions(device="cuda"), "--device: found cuda, expected cpu: the demo's accelerator is emulated"),
         (RankOptions(backend="mpi"), "--backend: found mpi, expected gloo"),
     ],
 )
