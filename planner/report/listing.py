@@ -50,6 +50,12 @@ class Listing:
         rows = [(*rest[:at], " / ".join(dict.fromkeys(found)), *rest[at:]) for rest, found in labels.items()]
         return replace(self, rows=rows)
 
+    def filled(self) -> Listing:
+        """Return the table without columns that have no text in any row."""
+        known = [at for at, (_, *cells) in enumerate(self._texts()) if any(cells)]
+        columns, *rows = ([row[at] for at in known] for row in (self.columns, *self.rows))
+        return replace(self, columns=columns, rows=rows)
+
     def fitted(self, width: int) -> tuple[Table | None, list[str]]:
         """Return the table as rich prints it in at most `width` characters, and the lines that follow it.
 

@@ -248,7 +248,7 @@ def message_listing(explanation: Explanation) -> Listing:
         )
         for row in explanation.messages
     ]  # fmt: skip
-    return Listing("messages of a step, medians over the steps", columns, rows, left=("collective",))
+    return Listing("messages of a step, medians over the steps", columns, rows, left=("collective",)).filled()
 
 
 def change_listing(explanation: Explanation) -> Listing:

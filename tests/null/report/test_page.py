@@ -251,7 +251,7 @@ def test_without_plotly_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     """A page without figures does not need it."""
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert len(page_text(hand_written())) < 20_000
-    with pytest.raises(EnvironmentFailure, match=r"pip install 'commplanner\[pages\]'"):
+    with pytest.raises(EnvironmentFailure, match="pip install plotly"):
         page_text(optimize(usual_profile()))
 
 
