@@ -161,7 +161,7 @@ def _without_profiler(
     wanted_us, found = step_ms * 1e3, []
     if not 0.0 < wanted_us < 1e12:
         raise InputError(f"--step-ms: found {step_ms:g}, expected the milliseconds of a step without the profiler")
-    shares = []
+    shares, least_us = [], []
     for timing, step in zip(timings, steps, strict=True):
         gap_us = step.gap_us or 0.0 if run.device != "cpu" else 0.0
 
@@ -174,16 +174,17 @@ def _without_profiler(
             return max(end_us, reached) + changed.update_us + (1.0 - share) * gap_us
 
         low, high = 0.0, 1.0
-        if length(1.0) > wanted_us * 1.001:
-            raise InputError(
-                f"--step-ms: found {step_ms:g}, and {length(1.0) / 1e3:.4g} ms of kernels and messages in step "
-                f"{step.number} of {run.paths[0]}, which no host shortens; expected at least that"
-            )
+        least_us.append(length(1.0))
         while high - low > 1e-6:
             middle = (low + high) / 2
             low, high = (middle, high) if length(middle) > wanted_us else (low, middle)
         shares.append(high)
         found.append(timing.without(high, step.span_us))
+    if float(np.median(least_us)) > wanted_us * 1.001:  # a single step may be a long one
+        raise InputError(
+            f"--step-ms: found {step_ms:g}, and {np.median(least_us) / 1e3:.4g} ms of kernels and messages in the steps "
+            f"of {run.paths[0]}, which no host shortens; expected at least that"
+        )
     share, what = float(np.median(shares)), "idle gaps of the accelerator" if run.device != "cpu" else "operations"
     return found, (
         f"assumed that the profiler lengthens {what} alike, so that {share:.0%} of what it may have added was taken "
