@@ -182,7 +182,7 @@ def _without_profiler(
         found.append(timing.without(high, step.span_us))
     if float(np.median(least_us)) > wanted_us * 1.001:  # a single step may be a long one
         raise InputError(
-            f"--step-ms: found {step_ms:g}, and {np.median(least_us) / 1e3:.4g} ms of kernels and messages in the steps "
+            f"--step-ms: found {step_ms:g}, and {np.median(least_us) / 1e3:.4g} ms of kernels and messages in steps "
             f"of {run.paths[0]}, which no host shortens; expected at least that"
         )
     share, what = float(np.median(shares)), "idle gaps of the accelerator" if run.device != "cpu" else "operations"
