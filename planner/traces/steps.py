@@ -82,11 +82,12 @@ class Columns:
         at = np.minimum(np.searchsorted(known, links), max(0, len(known) - 1))
         # Kernels without a launch were launched before the recording began.
         self.launch, self.launcher = np.full(len(links), -np.inf), np.full(len(links), -1, dtype=np.int64)
+        self.dropped = 1.0
         if len(known):
             found = (known[at] == links) & (links >= 0)
             self.launch[found] = column(launches, "start")[by_link][at][found]
             self.launcher[found] = column(launches, "thread")[by_link][at][found]
-        self.dropped = 1.0 - len(np.intersect1d(known, links)) / max(1, len(known))
+            self.dropped -= len(np.unique(at[found])) / len(known)
 
     def _from_hosts(self) -> None:
         """Operations of hosts as kernels that run while they are launched, and messages of backends such as gloo."""
