@@ -41,13 +41,13 @@ def import_traces(asked: Import) -> None:
             f"--parallel: found fsdp2, and no annotation FSDP::pre_forward in {run.paths[0]}, expected a run of FSDP2; "
             f"leave the option out"
         )
-    profile.save(asked.output)
     explained = explain_run(run, profile, changes=False)
+    profile.save(asked.output)
     if printed_json(explained.to_document):
         return
-    doubt = [] if explained.doubt is None else [explained.doubt]
-    more = f"{asked.output}{' --parallel fsdp2' if profile.units is not None else ''}"
-    _print_lines(explained, *doubt, f"wrote {asked.output}; continue with: planner optimize {more} -o plan.json")
+    more = asked.output if profile.units is None else f"{asked.output} --parallel fsdp2"
+    wrote = f"wrote {asked.output}; continue with: planner optimize {more} -o plan.json"
+    _print_lines(explained, *explained.doubt, wrote)
 
 
 def explain_traces(asked: Explain) -> None:
@@ -65,8 +65,8 @@ def explain_traces(asked: Explain) -> None:
         return
     _print_lines(explained, *([] if asked.html is None else [f"wrote {asked.html}"]))
     print_tables(message_listing(explained))
-    if explained.doubt is not None:
-        typer.echo(explained.doubt)
+    for warning in explained.doubt:
+        typer.echo(warning)
     if explained.changes:
         print_tables(change_listing(explained))
 

@@ -10,7 +10,7 @@ from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.accelerators import find_accelerator
 from planner.documents.profile import Cluster, Contention, Sample
 from planner.documents.text import pluralize
-from planner.traces.events import Floats, Message, Run, Step
+from planner.traces.events import Floats, Message, Run, Step, covered
 
 ALONE, BESIDE, WHOLLY = 0.2, 0.8, 0.99
 """Share of a message during compute up to which it counts as alone, and from which as overlapped; of a kernel."""
@@ -48,11 +48,11 @@ def cluster_of(run: Run, steps: Sequence[Step]) -> tuple[Cluster | None, list[st
         halves = (samples[LIBRARY_GATHER], samples.get(LIBRARY_SCATTER, samples[LIBRARY_GATHER]))
         samples["all_reduce"] = tuple(sorted((size, 2.0 * time) for size, time in halves[1]))
         notes.append("the cost of an all-reduce was taken as twice that of a reduce-scatter, for none is in the trace")
-    if len(run.traced_ranks) == 1:
-        waits = [max(0.0, m.duration_us - least) for m in messages for least in [_least(m, messages)]]
+    if len(run.traced_ranks) < ranks:
         notes.append(
-            f"costs of messages are upper bounds: one rank's trace holds what it waits for others, up to "
-            f"{max(waits, default=0.0) / 1e3:.3g} ms of a message here; import the traces of all ranks"
+            f"costs of messages are upper bounds: traces of {len(run.traced_ranks)} of {ranks} ranks hold what these "
+            f"wait for the others, up to {_longest_wait_us(messages) / 1e3:.3g} ms of a message here; import the "
+            f"traces of all ranks"
         )
     contention, said = _contention(steps, messages)
     cluster = Cluster(
@@ -63,13 +63,13 @@ def cluster_of(run: Run, steps: Sequence[Step]) -> tuple[Cluster | None, list[st
     return cluster, [*notes, *said]
 
 
-def _least(message: Message, messages: Sequence[Message]) -> float:
-    """Return the shortest that any message as large took."""
-    return min(
-        other.duration_us
-        for other in messages
-        if other.collective == message.collective and (other.size_bytes or 0) >= (message.size_bytes or 0)
-    )
+def _longest_wait_us(messages: Sequence[Message]) -> float:
+    """Return the most that a message took beyond any message that is as large, or larger."""
+    longest_us, least_us = 0.0, dict[str, float]()
+    for message in sorted(messages, key=lambda one: (-(one.size_bytes or 0), one.cost_us)):
+        least = least_us[message.collective] = min(least_us.get(message.collective, np.inf), message.cost_us)
+        longest_us = max(longest_us, message.cost_us - least)
+    return longest_us
 
 
 def _curve(messages: Sequence[Message], run: Run) -> tuple[Sample, ...]:
@@ -123,21 +123,6 @@ def _busy(spans: Floats) -> Callable[[Floats, Floats], Floats]:
     return share
 
 
-def union(spans: Floats) -> tuple[Floats, Floats]:
-    """Return starts and ends of the union of intervals that are ordered by start."""
-    reach = np.maximum.accumulate(spans[:, 1])
-    first = np.concatenate([[True], spans[1:, 0] > reach[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return spans[first, 0], reach[last]
-
-
-def covered(spans: Floats) -> tuple[Floats, Floats]:
-    """Return the edges of the union of intervals, and how much of it lies before each of them."""
-    begin, end = union(spans)
-    within = np.cumsum(end - begin)
-    return np.stack([begin, end], axis=1).ravel(), np.stack([within - (end - begin), within], axis=1).ravel()
-
-
 def _ratio(rows: Floats) -> float:
     """Return how many times as long what is overlapped takes in all; 1 where too little of it also ran alone.
 
@@ -145,8 +130,8 @@ def _ratio(rows: Floats) -> float:
     """
     overlapped = float(rows[2, rows[1] >= 0.5].sum())
     compared = alone_us = beside_us = 0.0
-    for key in np.unique(rows[0]):
-        shares, durations = rows[1:, rows[0] == key]
+    ordered = rows[:, np.argsort(rows[0], kind="stable")]
+    for shares, durations in np.split(ordered[1:], 1 + np.flatnonzero(np.diff(ordered[0])), axis=1):
         alone, beside = durations[shares < 0.5], durations[shares >= 0.5]
         if len(alone) and len(beside):
             compared += float(beside.sum())

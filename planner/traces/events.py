@@ -10,9 +10,28 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.plan.timeline import busy_us
-
 Floats = NDArray[np.float64]
+
+
+def union(spans: Floats) -> tuple[Floats, Floats]:
+    """Return starts and ends of the union of intervals that are ordered by start."""
+    reach = np.maximum.accumulate(spans[:, 1])
+    first = np.concatenate([[True], spans[1:, 0] > reach[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return spans[first, 0], reach[last]
+
+
+def covered(spans: Floats) -> tuple[Floats, Floats]:
+    """Return the edges of the union of intervals, and how much of it lies before each of them."""
+    begin, end = union(spans)
+    within = np.cumsum(end - begin)
+    return np.stack([begin, end], axis=1).ravel(), np.stack([within - (end - begin), within], axis=1).ravel()
+
+
+def covered_us(*spans: Floats) -> float:
+    """Return for how long any of these intervals lasts, in whatever order they are. Each of shape (intervals, 2)."""
+    every = np.concatenate(spans)
+    return float(covered(every[np.argsort(every[:, 0], kind="stable")])[1][-1]) if len(every) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +59,6 @@ class Message(Interval):
     """Number of the step's gradients that were ready when it was launched."""
     ready_us: float
     """Time when the last of these was ready; its launch, where there were none."""
-    exchanges: bool = False
-    """Whether its collective may be one that gradients are exchanged with."""
     last_rank: int | None = None
     """The rank that arrived last, of several traced ranks."""
     arrivals_us: tuple[float, ...] = ()
@@ -126,23 +143,24 @@ class Step:
         return max(0.0, self.span_us - self.messages_end_us)
 
     @cached_property
-    def _compute(self) -> list[Interval]:
-        return [Interval(start_us=start, end_us=end) for start, end in self.compute.tolist()]
+    def _sent(self) -> Floats:
+        """Start and end of messages, ordered by start. Shape (messages, 2)."""
+        return np.array([(message.start_us, message.end_us) for message in self.messages]).reshape(-1, 2)
 
     @property
     def compute_us(self) -> float:
         """Time for which kernels ran."""
-        return busy_us(self._compute)
+        return covered_us(self.compute)
 
     @property
     def communication_us(self) -> float:
         """Time for which messages were in flight."""
-        return busy_us(self.messages)
+        return covered_us(self._sent)
 
     @cached_property
     def busy_us(self) -> float:
         """Time for which kernels ran or messages were in flight."""
-        return busy_us([*self._compute, *self.messages])
+        return covered_us(self.compute, self._sent)
 
     @property
     def exposed_us(self) -> float:
@@ -161,15 +179,14 @@ class Step:
 
     def exposed_of(self, message: Message) -> float:
         """Return how much of a message no kernel hides, and no message that started before it."""
-        start_us = max([message.start_us, *(m.end_us for m in self.messages if m.start_us < message.start_us)])
-        if start_us >= message.end_us:
-            return 0.0
-        inside = [
-            Interval(start_us=max(start_us, float(start)), end_us=min(message.end_us, float(end)))
-            for start, end in self.compute
-            if end > start_us and start < message.end_us
-        ]
-        return message.end_us - start_us - busy_us(inside)
+        before = self._sent[: np.searchsorted(self._sent[:, 0], message.start_us)]
+        begin_us = min(message.end_us, float(before[:, 1].max(initial=message.start_us)))
+        hidden = np.interp([begin_us, message.end_us], *self._computed)
+        return message.end_us - begin_us - float(hidden[1] - hidden[0])
+
+    @cached_property
+    def _computed(self) -> tuple[Floats, Floats]:
+        return covered(self.compute)
 
 
 @dataclass(frozen=True, kw_only=True)

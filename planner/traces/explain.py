@@ -29,6 +29,7 @@ STRATEGIES = {
     "optimal:late-gather": "a sharded step with late gathers (another interface)",
 }
 """Strategies that are predicted of the run, in words."""
+NOTHING = "nothing is sent between ranks, so that there is nothing to plan"
 PARTS = {
     "step": "span_us", "forward": "forward_us", "backward": "backward_us", "update": "update_us",
     "compute": "compute_us", "communication": "communication_us", "exposed": "exposed_us", "hidden": "hidden_us",
@@ -88,14 +89,12 @@ class Explanation:
         return (*(self.profile.notes or ()), *self.run.unplanned)
 
     @property
-    def doubt(self) -> str | None:
+    def doubt(self) -> list[str]:
         """Warning where the replay is far off."""
         if self.replay is None or self.replay.error <= OFF:
-            return None
-        return (
-            f"the replay of the run's own buckets is {self.replay.error:.1%} off, more than {OFF:.0%}: do not rely on "
-            f"what is predicted from it"
-        )
+            return []
+        off = f"{self.replay.error:.1%} off, more than {OFF:.0%}"
+        return [f"the replay of the run's own buckets is {off}: do not rely on what is predicted from it"]
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types; times in microseconds from each step's first kernel."""
@@ -195,14 +194,18 @@ def _changes(run: Run, profile: Profile) -> Iterator[Change]:
         return
     problem = make_problem(profile)
     own_us = predict(problem, own_schedule(problem, run.steps[0])).iteration_us if run.steps[0].buckets else None
+    traced_bytes = min((size for size, _ in (profile.cluster.samples or {}).get("all_reduce", ())), default=0.0)
     for strategy, what in STRATEGIES.items():
         try:
-            step_us = predict(problem, make_schedule(problem, strategy)).iteration_us
+            schedule = make_schedule(problem, strategy)
+            step_us = predict(problem, schedule).iteration_us
         except InputError as error:
             yield Change(strategy=strategy, what=what, note=str(error))
             continue
         gain = None if own_us is None else round(1.0 - step_us / own_us, 5)
-        yield Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain)
+        small = sum(problem.size_bytes[list(bucket.gradients)].sum() < traced_bytes for bucket in schedule.buckets)
+        note = f"an upper bound: {pluralize(small, 'message')} of sizes below any traced" if small else ""
+        yield Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain, note=note)
 
 
 def _wrappings(run: Run, profile: Profile) -> Iterator[Change]:
@@ -221,9 +224,10 @@ def _wrappings(run: Run, profile: Profile) -> Iterator[Change]:
 def lines_of(explanation: Explanation) -> list[str]:
     """Return the summary in words."""
     run, profile, found = explanation.run, explanation.profile, explanation.replay
+    exchanged = f"gradients are exchanged by group {run.group or 'unknown'}" if run.ranks > 1 else NOTHING
     lines = [
         f"{pluralize(len(run.steps), 'step')} of {pluralize(profile.world.ranks, 'rank')}, "
-        f"{profile.world.accelerator or run.device}; gradients are exchanged by group {run.group or 'unknown'}",
+        f"{profile.world.accelerator or run.device}; {exchanged}",
         ", ".join(f"{name} {milliseconds(time)} ms" for name, time in explanation.parts_us.items() if time is not None),
     ]
     if found is not None:

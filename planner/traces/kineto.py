@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.text import pluralize
 from planner.traces.stream import A_TRACE, EventFile, Progress
 from runtime.errors import InputError
+from runtime.plan.strict_json import MAX_RANKS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,7 +30,6 @@ those that autograd records, calls of a collective, messages of backends without
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 """Collectives by the names that planner has for them."""
-_PAIRS = "sendrecv"
 _CATEGORIES = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Names of older versions."""
 _LIBRARY = re.compile(r"nccl|rccl|msccl|oneccl", re.IGNORECASE)
@@ -111,13 +112,15 @@ class Recording:
     unreadable: int = 0
     """Events without a name, or whose times are no finite numbers, or below zero."""
 
+    @property
+    def left_out(self) -> str:
+        """Number of unreadable events in words, for the end of a clause; empty where all are read."""
+        count = pluralize(self.unreadable, "event")
+        return f", and {count} without a name, or of negative or absurd times" if self.unreadable else ""
+
     def number(self, name: Any) -> int:
         """Return the number of a name."""
         return self.names.setdefault(name, len(self.names))
-
-    def known(self) -> list[Any]:
-        """Return every name, by its number."""
-        return list(self.names)
 
 
 @lru_cache(maxsize=100_000)
@@ -145,10 +148,12 @@ def read_kineto(path: str | Path, progress: Progress | None = None) -> Recording
         found = Recording(path=file.path)
         _read(found, file)
         found.header = file.header
+    for of in found.works.values() if found.device["start"] else ():
+        del of[1:]  # with an accelerator they tell no more than that there are some
     if not (found.host["start"] or found.works["start"] or found.device["start"] or found.steps):
         raise InputError(
-            f"{path}: found {file.events} events, none of an operation or a kernel, {A_TRACE}; check that it is the "
-            f"right file"
+            f"{path}: found {file.events} events, none of an operation or a kernel{found.left_out}, {A_TRACE}; check "
+            f"that it is the right file"
         )
     return found
 
@@ -303,7 +308,7 @@ def _collective(arguments: dict[str, Any]) -> Collective | None:
         spelled(name), _count(arguments.get("In msg nelems")), _count(arguments.get("Out msg nelems")),
         _dtype(arguments.get("dtype")),
         " ".join(str(part) for part in (group, described) if part not in (None, "", "undefined")),
-        _count(arguments.get("Group size")),
+        _count(arguments.get("Group size"), MAX_RANKS) or None,
     )  # fmt: skip
 
 
@@ -315,8 +320,8 @@ def spelled(name: str) -> str:
     )
 
 
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 2**53 else None
+def _count(value: Any, most: int = 2**53) -> int | None:
+    return value if type(value) is int and 0 <= value <= most else None
 
 
 def _integer(value: Any) -> int:

@@ -60,13 +60,15 @@ def _check_same_run(runs: Sequence[Run]) -> None:
         if run.world != first.world:
             problem = f"{pluralize(run.world, 'rank')}, and {first.world} in {other}"
         elif run.rank in seen:
-            problem = f"rank {run.rank} once more, which {seen[run.rank]} is already"
+            problem = f"rank {run.rank} once more (the default without distributedInfo), as in {seen[run.rank]}"
         elif numbers[0] != numbers[1]:
             problem = f"the steps {_range(numbers[0])}, and {_range(numbers[1])} in {other}"
         elif abs((run.begun_s or 0.0) - (first.begun_s or 0.0)) > APART_S and run.begun_s and first.begun_s:
             problem = f"steps that began {abs(run.begun_s - first.begun_s):.0f} s apart from those of {other}"
         elif len(run.steps[0].ready_us) != len(first.steps[0].ready_us):
             problem = f"{len(run.steps[0].ready_us)} gradients, and {len(first.steps[0].ready_us)} in {other}"
+        elif len({one.steps[0].numel for one in (run, first) if one.steps[0].numel and not one.steps[0].estimated}) > 1:
+            problem = f"gradients of other sizes than in {other}"
         elif [m.size_bytes for m in run.steps[0].buckets] != [m.size_bytes for m in first.steps[0].buckets]:
             problem = f"messages of gradients of other sizes than in {other}"
         else:

@@ -54,8 +54,8 @@ class Replay:
 
     @property
     def error(self) -> float:
-        """Largest of these, or that of the median step where there is one step."""
-        return max(map(abs, self.errors), default=abs(self.replayed_us / self.traced_us - 1.0))
+        """Largest of these and that of the median step."""
+        return max(map(abs, (*self.errors, self.replayed_us / self.traced_us - 1.0)))
 
 
 def own_schedule(problem: Problem, step: Step) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.profile import DTYPE_BYTES
+from planner.documents.text import pluralize
 from planner.traces import kineto
 from planner.traces.events import Message, Run, Step
 from planner.traces.kineto import COLLECTIVES, Collective, Floats, Ints, Recording, column, spelled
 from runtime.errors import InputError
 from runtime.plan.fully_sharded import ROOT
+from runtime.plan.strict_json import MAX_RANKS
 
 MAX_DROPPED = 0.05
 """Share of launches whose kernels may be missing."""
@@ -26,7 +28,7 @@ EXCHANGES = ("all_reduce", "reduce_scatter")
 """Collectives that gradients are exchanged with."""
 _POINT_TO_POINT = {"send", "recv", "sendrecv", "p2p", "batch_p2p", "coalesced"}
 _FSDP = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_reshard)(?: \((.+)\))?")
-HOW = "call prof.step() after every iteration, and record at least one whole one"
+HOW = "give the profiler a schedule, call prof.step() after every iteration, and record at least one whole one"
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class Columns:
     """A recording as arrays, ordered by the time when the host launched."""
 
     def __init__(self, recording: Recording) -> None:
-        self.recording, self.names = recording, recording.known()
+        self.recording, self.names = recording, list(recording.names)
         kinds = column(recording.host, "kind")
         order = np.argsort(column(recording.host, "start"), kind="stable")
-        self._host = {
+        self.host = {
             kind: _Host(*(column(recording.host, name)[at] for name in ("start", "end", "thread", "shape", "of")))
             for kind in (kineto.GRADIENT, kineto.BUCKET_COPY, kineto.BACKWARD, kineto.FORWARD, kineto.CALL, kineto.SENT)
             for at in [order[kinds[order] == kind]]
@@ -80,15 +82,16 @@ class Columns:
         at = np.minimum(np.searchsorted(known, links), max(0, len(known) - 1))
         # Kernels without a launch were launched before the recording began.
         self.launch, self.launcher = np.full(len(links), -np.inf), np.full(len(links), -1, dtype=np.int64)
+        self.dropped = 1.0
         if len(known):
             found = (known[at] == links) & (links >= 0)
             self.launch[found] = column(launches, "start")[by_link][at][found]
             self.launcher[found] = column(launches, "thread")[by_link][at][found]
-        self.dropped = 1.0 - len(np.intersect1d(known, links)) / max(1, len(known))
+            self.dropped -= len(np.unique(at[found])) / len(known)
 
     def _from_hosts(self) -> None:
         """Operations of hosts as kernels that run while they are launched, and messages of backends such as gloo."""
-        works, messages = self.recording.works, self.host(kineto.SENT)
+        works, messages = self.recording.works, self.host[kineto.SENT]
         self.start = np.concatenate([column(works, "start"), messages.start])
         self.end = np.concatenate([column(works, "end"), messages.end])
         own, sent = len(works["start"]), len(messages.start)
@@ -103,7 +106,7 @@ class Columns:
 
     def _match_calls(self, first: int) -> None:
         """Date messages of hosts by their calls: the k-th of a collective by the k-th call of it."""
-        calls = self.host(kineto.CALL)
+        calls = self.host[kineto.CALL]
         by_name: dict[str, list[int]] = {}
         for index, of in enumerate(calls.of):
             by_name.setdefault(self.names[of].name, []).append(index)
@@ -131,14 +134,10 @@ class Columns:
         moments = np.stack([start[chosen], stop[chosen]], axis=1).ravel() - zero
         return np.maximum.accumulate(moments), np.stack([np.concatenate([[0.0], after[:-1]]), after], axis=1).ravel()
 
-    def host(self, kind: int) -> _Host:
-        """Return the host's operations of a kind."""
-        return self._host[kind]
-
     @cached_property
     def metadata(self) -> dict[int, _Host]:
         """Calls of collectives, by thread."""
-        calls = self.host(kineto.CALL)
+        calls = self.host[kineto.CALL]
         return {int(thread): calls.chosen(calls.thread == thread) for thread in np.unique(calls.thread)}
 
     def collective_of(self, at: int) -> Collective:
@@ -162,7 +161,7 @@ class Columns:
         if len(sent):
             times = np.stack([self.launch[sent], self.start[sent], self.end[sent]], axis=1).tolist()
             return [(self.collective_of(at), one[0], (one[1], one[2])) for at, one in zip(sent, times, strict=True)]
-        calls = self.host(kineto.CALL).within(begin, end)
+        calls = self.host[kineto.CALL].within(begin, end)
         called = [(self.names[of], start) for start, of in zip(calls.start.tolist(), calls.of, strict=True)]
         return [(what, start, None) for what, start in called if what.ranks == 1 and what.name in EXCHANGES]
 
@@ -182,10 +181,10 @@ def windows(columns: Columns) -> list[tuple[int, float, float]]:
         # Of several optimizers that of most steps; each step ends with its last one.
         most = max(updates, key=len)
         ends = [end for _, end in sorted(most)]
-        everything = min([*columns.host(kineto.FORWARD).start[:1], *columns.start[:1]], default=ends[0])
+        everything = min([*columns.host[kineto.FORWARD].start[:1], *columns.start[:1]], default=ends[0])
         return [(index, begin, end) for index, (begin, end) in enumerate(pairwise([min(everything, ends[0]), *ends]))]
     forwards = sorted(start for start, _ in named.get("DistributedDataParallel.forward", []))
-    last = max([0.0, *columns.host(kineto.BACKWARD).end[-1:], *columns.end.tolist()[-1:]])
+    last = max([0.0, *columns.host[kineto.BACKWARD].end[-1:], *columns.end.tolist()[-1:]])
     edges = sorted({*forwards, *([last + 1.0] if forwards else [])})
     return [(index, begin, end) for index, (begin, end) in enumerate(pairwise(edges))]
 
@@ -201,7 +200,7 @@ def read_steps(recording: Recording) -> Run:
         raise InputError(
             f"{path}: $.schemaVersion: found {str(version)[:40]}, expected 1; record it with a torch from 1.12 to 2.13"
         )
-    if not len(columns.host(kineto.GRADIENT).start):
+    if not len(columns.host[kineto.GRADIENT].start):
         raise InputError(_no_gradients(columns))
     if not columns.on_device and recording.launches["start"]:
         raise InputError(
@@ -210,34 +209,42 @@ def read_steps(recording: Recording) -> Run:
         )
     if columns.dropped > MAX_DROPPED:
         raise InputError(
-            f"{path}: found launches of which {columns.dropped:.0%} have no kernel, expected all: the profiler's "
-            f"buffer dropped them; record fewer steps"
+            f"{path}: found launches of which {columns.dropped:.0%} have no kernel{recording.left_out}, expected all: "
+            f"the profiler's buffer dropped them; record fewer steps"
         )
     known = windows(columns)
     steps = [step for window in known for step in _step(columns, *window)]
     if not steps:
-        raise InputError(f"{path}: found {len(known)} steps, none with a whole backward, expected one; {HOW}")
+        raise InputError(
+            f"{path}: found {pluralize(len(known), 'step')}, none with a whole backward, expected one; {HOW}"
+        )
     between = {message.collective for step in steps for message in step.others} & _POINT_TO_POINT
     if between and not any(step.buckets for step in steps):
         raise InputError(
             f"{path}: found {', '.join(sorted(between))} and no exchange of gradients, expected data-parallel ranks: "
             f"one rank of a pipeline cannot be planned by itself; name a trace of a job that has them"
         )
-    count = Counter(len(step.ready_us) for step in steps).most_common(1)[0][0]
-    whole = [step for step in steps if len(step.ready_us) == count]
+    whole = _alike(steps, lambda step: len(step.ready_us))
     sent = [step for step in whole if step.buckets]
-    notes = _notes(recording, len(known), whole, sent)
-    whole = _with_gaps(sent or whole)
+    # DDP lays out its buckets anew after its first backward.
+    usual = _alike(sent, lambda step: tuple(message.size_bytes for message in step.buckets))
+    notes = _notes(recording, len(known), whole, sent, usual)
+    whole = _with_gaps(usual or whole)
     info, devices = recording.header.get("distributedInfo"), recording.header.get("deviceProperties")
     device = devices[0] if columns.on_device and isinstance(devices, list) and devices else None
     bucket = next((message for step in whole for message in step.buckets), None)
     optimizers = Counter(name for name, *_ in recording.annotations if name.startswith("Optimizer.step#"))
     others = Counter((message.collective, message.group) for message in whole[0].others)
     groups = max((message.ranks or 0 for step in whole for message in step.messages), default=0)
+    world = _field(info, "world_size", int, MAX_RANKS) or groups
+    if not world and any(message.duration_us > 0.0 for step in whole for message in step.buckets):
+        world = 2
+        notes.append("the number of ranks is not in the trace: taken as 2; correct cluster.ranks_per_node")
     rank, base = _field(info, "rank", int) or 0, _field(recording.header, "baseTimeNanoseconds", int)
     return Run(
-        paths=(path,), rank=rank, world=_field(info, "world_size", int) or groups, traced_ranks=(rank,), steps=whole,
-        group="" if bucket is None else bucket.group, exchanging=None if bucket is None else bucket.ranks, notes=notes,
+        paths=(path,), rank=rank, world=world, traced_ranks=(rank,), steps=whole,
+        group="" if bucket is None else bucket.group, exchanging=None if bucket is None else bucket.ranks,
+        notes=tuple(notes),
         backend=_field(info, "backend", str), device="cuda" if columns.on_device else "cpu",
         devices_per_node=0 if device is None else len(devices),  # type: ignore[arg-type]
         host=_field(recording.header, "host_name", str),
@@ -253,25 +260,30 @@ def read_steps(recording: Recording) -> Run:
     )  # fmt: skip
 
 
-def _field(of: Any, name: str, kind: type) -> Any:
-    """Return a field of the header; None where it is missing, or no text, or no number that ranks or bytes may have."""
+def _field(of: Any, name: str, kind: type, most: int = 2**62) -> Any:
+    """Return a field of the header; None where it is missing, or no text, or no number from 0 to `most`."""
     value = of.get(name) if isinstance(of, dict) else None
-    if isinstance(value, int) and not 0 <= value < 2**63:
-        return None
-    return value if type(value) is kind else None
+    return value if type(value) is kind and (kind is not int or 0 <= value <= most) else None
+
+
+def _alike(steps: Sequence[Step], key: Callable[[Step], Any]) -> list[Step]:
+    """Return the steps of the most common key; of several that of the last step."""
+    most = Counter(map(key, reversed(steps))).most_common(1)
+    return [step for step in steps if key(step) == most[0][0]]
 
 
 def _no_gradients(columns: Columns) -> str:
     path = columns.recording.path
-    if len(columns.host(kineto.BACKWARD).start):
+    if len(columns.host[kineto.BACKWARD].start):
         return (
             f"{path}: found a backward without AccumulateGrad, expected gradients of parameters; the part of a job "
             f"that trains no parameters of its own cannot be planned: name the trace of another rank"
         )
     if not len(columns.recording.works["start"]):
+        found = "kernels" if columns.on_device else "steps"
         return (
-            f"{path}: found kernels and no operations of the host, expected both; record with "
-            f"activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+            f"{path}: found {found} and no operations of the host, expected both; record with "
+            f"activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], and export in on_trace_ready"
         )
     return (
         f"{path}: found no backward, expected steps of training (an inference has nothing to plan); record steps that "
@@ -279,19 +291,18 @@ def _no_gradients(columns: Columns) -> str:
     )
 
 
-def _notes(recording: Recording, windows: int, whole: list[Step], sent: list[Step]) -> tuple[str, ...]:
-    notes = []
-    if windows > len(whole):
-        notes.append(f"{windows - len(whole)} of {windows} steps were left out: their backward is not whole")
-    if sent and len(sent) < len(whole):
-        notes.append(f"{len(whole) - len(sent)} steps without messages were left out: they accumulate gradients")
+def _notes(recording: Recording, windows: int, whole: list[Step], sent: list[Step], usual: list[Step]) -> list[str]:
+    left_out = {
+        "whose backward is not whole": windows - len(whole),
+        "without messages (accumulation of gradients)": len(whole) - len(sent or whole),
+        "with buckets of other sizes, as DDP's first step has": len(sent) - len(usual),
+    }
+    notes = [f"left out: {pluralize(count, 'step')} {which}" for which, count in left_out.items() if count]
     if whole[0].micro_batches > 1:
         notes.append(f"the last of {whole[0].micro_batches} micro-batches of a step was taken: it synchronizes")
     if whole[0].estimated:
         notes.append(f"sizes of {whole[0].estimated} gradients: those of messages that take as long; not recorded")
-    if recording.unreadable:
-        notes.append(f"{recording.unreadable} events without a name, or of negative or absurd times, were left out")
-    return tuple(notes)
+    return [*notes, *([f"left out{recording.left_out.replace(', and', ':')}"] if recording.left_out else [])]
 
 
 def _with_gaps(steps: list[Step]) -> list[Step]:
@@ -305,10 +316,10 @@ def _with_gaps(steps: list[Step]) -> list[Step]:
 
 def _step(columns: Columns, number: int, begin: float, end: float) -> Iterator[Step]:
     """Yield the step of this window of the host, if its backward is whole."""
-    backwards = columns.host(kineto.BACKWARD).within(begin, end)
+    backwards = columns.host[kineto.BACKWARD].within(begin, end)
     if not len(backwards.start):
         return
-    forwards = _outside(columns.host(kineto.FORWARD).within(begin, end), backwards)
+    forwards = _outside(columns.host[kineto.FORWARD].within(begin, end), backwards)
     # A forward behind a backward begins another micro-batch.
     edges = forwards[np.unique(np.searchsorted(forwards, backwards.start))[:-1]] if len(forwards) else forwards
     edges = edges[edges > backwards.start[0]] if len(edges) else edges
@@ -329,8 +340,8 @@ def _outside(forwards: _Host, backwards: _Host) -> Floats:
 
 
 def _backward(columns: Columns, number: int, begin: float, end: float) -> Iterator[Step]:
-    gradients = columns.host(kineto.GRADIENT).within(begin, end)
-    backwards = columns.host(kineto.BACKWARD).within(begin, end)
+    gradients = columns.host[kineto.GRADIENT].within(begin, end)
+    backwards = columns.host[kineto.BACKWARD].within(begin, end)
     if not len(gradients.start):
         return
     first, stop = np.searchsorted(columns.launch, (begin, end))
@@ -338,7 +349,7 @@ def _backward(columns: Columns, number: int, begin: float, end: float) -> Iterat
     kernels = first + np.flatnonzero(kinds != kineto.MESSAGE)
     if not columns.on_device:
         # Python and the data loader run before the first operation of forward, on the same thread.
-        starts = columns.host(kineto.FORWARD).within(begin, end).start
+        starts = columns.host[kineto.FORWARD].within(begin, end).start
         zero = float(starts[0]) if len(starts) else begin
         kernels = kernels[columns.start[kernels] >= zero]
     if not len(kernels):
@@ -358,7 +369,7 @@ def _backward(columns: Columns, number: int, begin: float, end: float) -> Iterat
         ready = gradients.start - zero
     ready = np.maximum.accumulate(np.maximum(ready, forward_us))
     sent = first + np.flatnonzero(kinds == kineto.MESSAGE)
-    copies = columns.host(kineto.BUCKET_COPY).within(begin, end)
+    copies = columns.host[kineto.BUCKET_COPY].within(begin, end)
     inside = sent[(columns.launch[sent] > backwards.start[0]) & (columns.launch[sent] < gradients.start[0])]
     if columns.on_device and len(inside) == len(ready):
         # A compiled backward copies and sends all gradients before parameters get them.
@@ -445,7 +456,7 @@ def _message(
     start_us, end_us = (ready_us, ready_us) if span is None else (span[0] - zero, span[1] - zero)
     return Message(
         collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=what.ranks,
-        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us, exchanges=what.name in EXCHANGES,
+        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us,
     )  # fmt: skip
 
 
@@ -454,7 +465,7 @@ def _buckets(messages: list[Message]) -> tuple[Message, ...]:
     able = [
         message
         for message in messages
-        if message.gradients and message.exchanges and (message.dtype is None or message.dtype in DTYPE_BYTES)
+        if message.gradients and message.collective in EXCHANGES and message.dtype in (None, *DTYPE_BYTES)
     ]
     weight: Counter[tuple[str, str]] = Counter()
     for message in able:

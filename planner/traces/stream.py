@@ -45,8 +45,7 @@ class EventFile:
         self._progress = progress
         self._text, self._at, self._ended = "", 0, False
         try:
-            self.size_bytes = os.stat(self.path).st_size
-            if not os.path.isfile(self.path):
+            if os.path.exists(self.path) and not os.path.isfile(self.path):
                 raise InputError(f"{path}: found a directory, pipe or device, {A_TRACE}; name the file")
             self._raw: IO[bytes] = open(self.path, "rb")  # noqa: SIM115
         except OSError as error:
@@ -65,18 +64,18 @@ class EventFile:
             raise InputError(f"{self.path}: found an empty file, {A_TRACE}; {AGAIN}")
         if magic[:2] == b"\x1f\x8b":
             return gzip.GzipFile(fileobj=self._raw)
-        if magic != b"PK\x03\x04":
+        if magic[:2] != b"PK":
             return self._raw
         try:
             archive = zipfile.ZipFile(self._raw)
             members = [member for member in archive.infolist() if member.filename.endswith((".json", ".json.gz"))]
             if len(members) != 1:
-                raise InputError(
-                    f"{self.path}: found {len(members)} JSON files in it, expected one; unpack it and name the files"
-                )
+                raise InputError(f"{self.path}: found {len(members)} JSON files in it, expected one; name the files")
+            if members[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or members[0].flag_bits & 1:
+                raise RuntimeError("encrypted, or not deflated")
             member = archive.open(members[0])
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            raise InputError(f"{self.path}: found a damaged archive ({error}), {A_TRACE}; fetch it again") from None
+            raise InputError(f"{self.path}: found an unreadable archive ({error}), {A_TRACE}; unpack it") from None
         return gzip.GzipFile(fileobj=member) if members[0].filename.endswith(".gz") else member
 
     def __enter__(self) -> Self:
@@ -93,7 +92,9 @@ class EventFile:
         elif opening == "{":
             yield from self._fields()
         else:
-            raise InputError(f"{self.path}: found {json.dumps(self._text[self._at :][:20])} at its start, {A_TRACE}")
+            raise InputError(f"{self.path}: found {self._here()} at its start, {A_TRACE}; name another file")
+        if self._skip():
+            raise InputError(f"{self.path}: found {self._here()} after the trace, expected its end; split the file")
 
     def _fields(self) -> Iterator[dict[str, Any]]:
         found = False
@@ -113,9 +114,8 @@ class EventFile:
             elif self._character() != "}":
                 self._fail("a comma or the end of the document")
         if not found:
-            raise InputError(
-                f"{self.path}: found no list traceEvents in it, {A_TRACE}; check that it is the right file"
-            )
+            raise InputError(f"{self.path}: found no list traceEvents in it, {A_TRACE}; name another file")
+        self._at += 1
 
     def _list(self) -> Iterator[dict[str, Any]]:
         self._at += 1
@@ -167,14 +167,20 @@ class EventFile:
 
     def _character(self) -> str:
         """Return the next character that is not white space, without passing it."""
+        if not self._skip():
+            self._fail("the rest of it")
+        return self._text[self._at]
+
+    def _skip(self) -> bool:
+        """Pass white space; False at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
             self._at = match.end()
             if self._at < len(self._text):
-                return self._text[self._at]
+                return True
             if not self._more():
-                self._fail("the rest of it")
+                return False
 
     def _more(self) -> bool:
         """Read on; False at the end of the file."""
@@ -184,10 +190,8 @@ class EventFile:
         try:
             data = self._bytes.read(max(CHUNK_BYTES, len(kept)))
         except (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
-            raise InputError(
-                f"{self.path}: found a truncated or damaged archive after event {self.events} ({error}), expected the "
-                f"whole file; {AGAIN}, or fetch the file again"
-            ) from None
+            found = f"found a truncated or damaged archive after event {self.events} ({error})"
+            raise InputError(f"{self.path}: {found}, expected the whole file; {AGAIN}, or copy it again") from None
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read: {error.strerror}; check the disk") from None
         self._ended = not data
@@ -200,8 +204,11 @@ class EventFile:
         where = f"after event {self.events}" if self.events else "before its first event"
         if self._at >= len(self._text) or self._ended:
             raise InputError(f"{self.path}: found the end of the file {where}, expected {expected}; {AGAIN}")
-        found = json.dumps(self._text[self._at :][:20])
-        raise InputError(f"{self.path}: found {found} {where}, expected {expected}; check that it is the right file")
+        raise InputError(f"{self.path}: found {self._here()} {where}, expected {expected}; name another file")
+
+    def _here(self) -> str:
+        """Return the next characters, quoted."""
+        return json.dumps(self._text[self._at :][:20])
 
 
 def text_lines(path: Path) -> Iterator[str]:
@@ -228,11 +235,8 @@ def head_of(path: str) -> bytes:
 
 
 def is_trace(path: str) -> bool:
-    """Return whether a path is a directory of files named as traces, an archive, or a file that begins as traces do."""
-    if os.path.isdir(path):
-        return any(name.endswith(ENDINGS) for name in os.listdir(path))
+    """Return whether a path is a directory, an archive, or a file that begins as traces do."""
     head = head_of(path)
     text = head.decode("utf-8", errors="replace")
-    return (
-        head[:2] == b"\x1f\x8b" or head[:4] == b"PK\x03\x04" or ("planner." not in text and bool(_MARKS.search(text)))
-    )
+    marked = "planner." not in text and _MARKS.search(text) is not None
+    return marked or head[:2] in (b"\x1f\x8b", b"PK") or os.path.isdir(path)

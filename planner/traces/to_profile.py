@@ -17,8 +17,8 @@ from planner.documents.profile import (
     ProfileWorld,
 )
 from planner.documents.text import pluralize
-from planner.traces.curves import cluster_of, covered, union
-from planner.traces.events import Floats, Run, Step
+from planner.traces.curves import cluster_of
+from planner.traces.events import Floats, Run, Step, covered, union
 from planner.traces.gradients import Parameter, cuts_of, parameters_of_run, units_of
 from runtime.errors import InputError
 from runtime.plan import ModelReference

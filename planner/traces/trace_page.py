@@ -14,7 +14,7 @@ from planner.traces.explain import Explanation, change_listing, lines_of, messag
 
 DRAWN_STEPS = 3
 NAME_WIDTH = 60
-NOTHING = "Nothing is sent between ranks: there is nothing to plan."
+UNPREDICTED = "Nothing is predicted: the trace holds no messages between ranks."
 
 
 def trace_page(explanation: Explanation) -> str:
@@ -28,19 +28,18 @@ def trace_page(explanation: Explanation) -> str:
          "it is."],
         f"{name}, {pluralize(profile.world.ranks, 'rank')}, {profile.source}.",
     )  # fmt: skip
-    doubt = [explanation.doubt] if explanation.doubt is not None else []
-    changes = table(change_listing(explanation), cards=True) if explanation.changes else paragraphs([NOTHING])
+    changes = table(change_listing(explanation), cards=True) if explanation.changes else paragraphs([UNPREDICTED])
     sections = {
         "Traced steps": drawn,
         "Messages, medians over the steps": table(message_listing(explanation)),
-        "What would change the step": paragraphs(doubt) + changes,
+        "What would change the step": paragraphs(explanation.doubt) + changes,
     }
     notes = "\n".join(f"<li>{escape(sanitize(note, SENTENCE_CHARACTERS))}</li>" for note in explanation.notes)
     return frame_text(
         f"{name}: {milliseconds(explanation.parts_us['step'])} ms a step, traced",
         "\n".join(
             [
-                paragraphs([*doubt, *lines_of(explanation)]),
+                paragraphs([*explanation.doubt, *lines_of(explanation)]),
                 *(f"<section>\n<h2>{heading}</h2>\n{text}\n</section>" for heading, text in sections.items()),
                 f"<h2>Notes</h2>\n<ul>\n{notes}\n</ul>" if notes else "",
             ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,20 @@ def without(*names: str) -> str:
         ]
 
     return text(edit)
+
+
+def negative(document: dict[str, Any]) -> None:
+    for event in document["traceEvents"]:
+        event["dur"] *= -1.0
+
+
+def zipped(files: dict[str, str], compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """Return an archive of these files."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", compression) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return data.getvalue()
 
 
 def first_event(**fields: Any) -> str:
@@ -66,6 +82,18 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "no kernels": (without("kernel", "gpu_memcpy"), "launches and no kernel"),
     "kernels alone": (without("cpu_op", "cuda_runtime", "user_annotation"), "no operations of the host"),
     "no step": (without("ProfilerStep", "Optimizer.step"), "none with a whole backward"),
+    "steps alone": (
+        without("kernel", "cpu_op", "cuda_runtime", "gpu_memcpy", "FSDP"),
+        "found steps and no operations of the host",
+    ),
+    "negative durations": (text(negative), "or a kernel, and 312 events without a name, or of negative"),
+    "two documents": (text() + text(), 'found "{\\n  \\"schemaVersion\\":" after the trace'),
+    "archive of nothing": (zipped({}), "found 0 JSON files in it"),
+    "archive of two": (zipped({"a.json": "{}", "b.json": "{}"}), "found 2 JSON files in it"),
+    "odd compression": (
+        zipped({"a.json": text()}, zipfile.ZIP_LZMA),
+        "found an unreadable archive (encrypted, or not deflated)",
+    ),
 }
 
 
@@ -112,6 +140,7 @@ def pair(tmp_path: Path, job: Job, edit: Callable[[dict[str, Any]], Any] = lambd
         (Job(world=4), lambda document: None, "found 4 ranks, and 2 in"),
         (Job(), lambda document: document["distributedInfo"].update(rank=0), "found rank 0 once more"),
         (Job(buckets=(8,)), lambda document: None, "messages of gradients of other sizes"),
+        (Job(sizes=(*Job.sizes[:6], 899_000, 1064)), lambda document: None, "found gradients of other sizes"),
         (Job(sizes=Job.sizes[:7], buckets=(2, 5, 7)), lambda document: None, "found 7 gradients, and 8 in"),
         (
             Job(),

@@ -22,6 +22,7 @@ def command(
     """Run `planner …` in a folder that holds the traces of two ranks in `ranks/`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ranks").mkdir()
+    (tmp_path / "empty").mkdir()
     for rank, document in enumerate(make_traces(Job(late_us=(0.0, 900.0)))):
         write_trace(tmp_path / "ranks" / f"rank{rank}.json.gz", document)
 
@@ -128,6 +129,7 @@ def test_a_doubtful_replay_comes_before_advice(command: Callable[..., Outcome], 
         (["import", "ranks", "--parallel", "tp"], "--parallel: found 'tp'"),
         (["import", "ranks", "--parallel", "fsdp2"], "--parallel: found fsdp2, and no annotation FSDP::pre_forward in"),
         (["import", "ranks/rank0.json.gz", "-o", "ranks/rank0.json.gz"], "found the input file"),
+        (["explain", "empty"], "empty: found no file that ends in .json"),
         (["explain", "ranks", "--measured", "m.json"], "--measured: found it with the trace ranks"),
     ],
 )

@@ -88,6 +88,34 @@ def test_one_rank_gives_an_upper_bound(tmp_path: Path) -> None:
     assert any("upper bounds" in note for note in profile.notes or ())
 
 
+def test_traces_of_some_ranks_give_upper_bounds(tmp_path: Path) -> None:
+    run = run_of(tmp_path, Job(world=4, late_us=(0.0, 500.0)), ranks=2)
+    assert any("upper bounds: traces of 2 of 4 ranks" in note for note in profile_of(run, MODEL).notes or ())
+
+
+def test_ranks_that_nothing_records(tmp_path: Path) -> None:
+    document = make_traces(Job())[0]
+    del document["distributedInfo"]
+    for event in document["traceEvents"]:
+        event["args"].pop("Group size", None)
+    profile = profile_of(read_run([write_trace(tmp_path / "t.json", document)]), MODEL)
+    assert profile.world.ranks == 2
+    assert any("taken as 2" in note for note in profile.notes or ())
+
+
+def test_a_first_step_with_other_buckets_is_left_out(tmp_path: Path) -> None:
+    first, document = make_traces(Job(steps=1, buckets=(1, 8)))[0], make_traces(Job(steps=2))[0]
+    for event in first["traceEvents"]:
+        event["ts"] -= 1e6
+        if "correlation" in event["args"]:
+            event["args"]["correlation"] += 10_000
+        event["name"] = event["name"].replace("ProfilerStep#10", "ProfilerStep#9")
+    document["traceEvents"] += first["traceEvents"]
+    run = read_run([write_trace(tmp_path / "t.json", document)])
+    assert [step.number for step in run.steps] == [10, 11]
+    assert run.notes == ("left out: 1 step with buckets of other sizes, as DDP's first step has",)
+
+
 def test_the_synchronizing_micro_batch_is_the_step(tmp_path: Path) -> None:
     job = Job(micro_batches=3)
     run = run_of(tmp_path, job)
