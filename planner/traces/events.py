@@ -59,6 +59,8 @@ class Message(Interval):
     """Number of the step's gradients that were ready when it was launched."""
     ready_us: float
     """Time when the last of these was ready; its launch, where there were none."""
+    exchanges: bool = False
+    """Whether gradients may be exchanged with its collective."""
     last_rank: int | None = None
     """The rank that arrived last, of several traced ranks."""
     arrivals_us: tuple[float, ...] = ()

@@ -30,7 +30,8 @@ def trace_files(paths: Sequence[str]) -> list[str]:
             continue
         inside = sorted(str(file) for file in Path(path).iterdir() if file.name.endswith(ENDINGS) and file.is_file())
         if not inside:
-            raise InputError(f"{path}: found no file that ends in {', '.join(ENDINGS)}; expected traces, one a rank")
+            endings = ", ".join(ENDINGS)
+            raise InputError(f"{path}: found no file that ends in {endings}, expected traces; name their folder")
         found += inside
     return found
 

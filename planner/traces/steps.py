@@ -262,8 +262,10 @@ def read_steps(recording: Recording) -> Run:
 
 def _field(of: Any, name: str, kind: type, most: int = 2**62) -> Any:
     """Return a field of the header; None where it is missing, or no text, or no number from 0 to `most`."""
-    value = of.get(name) if isinstance(of, dict) else None
-    return value if type(value) is kind and (kind is not int or 0 <= value <= most) else None
+    value: Any = of.get(name) if isinstance(of, dict) else None
+    if type(value) is not kind:
+        return None
+    return None if isinstance(value, int) and not 0 <= value <= most else value
 
 
 def _alike(steps: Sequence[Step], key: Callable[[Step], Any]) -> list[Step]:
@@ -456,7 +458,7 @@ def _message(
     start_us, end_us = (ready_us, ready_us) if span is None else (span[0] - zero, span[1] - zero)
     return Message(
         collective=what.name, size_bytes=what.size_bytes, dtype=what.dtype, group=what.group, ranks=what.ranks,
-        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us,
+        gradients=count, ready_us=ready_us, start_us=start_us, end_us=end_us, exchanges=what.name in EXCHANGES,
     )  # fmt: skip
 
 
@@ -465,7 +467,7 @@ def _buckets(messages: list[Message]) -> tuple[Message, ...]:
     able = [
         message
         for message in messages
-        if message.gradients and message.collective in EXCHANGES and message.dtype in (None, *DTYPE_BYTES)
+        if message.gradients and message.exchanges and message.dtype in (None, *DTYPE_BYTES)
     ]
     weight: Counter[tuple[str, str]] = Counter()
     for message in able:

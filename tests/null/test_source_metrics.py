@@ -10,9 +10,9 @@ import pytest
 from benchmarks.source_metrics import METRICS, PACKAGES, ROOT, is_fragment, sources
 
 LIMITS = {
-    "code lines": 41_500,
+    "code lines": 41_600,
     "functions with more than six parameters": 18,
-    "imports inside of functions": 24,
+    "imports inside of functions": 23,
     "import cycles": 0,
     "docstrings that are fragments": 57,
     "functions described by a noun": 28,
