@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from planner.traces.curves import covered
+from planner.traces.events import covered
 from planner.traces.kineto import MESSAGE, column, read_kineto
 
 LIMIT = 0.01
