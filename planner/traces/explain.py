@@ -204,7 +204,7 @@ def _changes(run: Run, profile: Profile) -> Iterator[Change]:
             continue
         gain = None if own_us is None else round(1.0 - step_us / own_us, 5)
         small = sum(problem.size_bytes[list(bucket.gradients)].sum() < traced_bytes for bucket in schedule.buckets)
-        note = f"an upper bound: {pluralize(small, 'message')} of sizes below any traced" if small else ""
+        note = f"an upper bound, {pluralize(small, 'message')} of sizes below any traced" if small else ""
         yield Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain, note=note)
 
 

@@ -152,8 +152,8 @@ def read_kineto(path: str | Path, progress: Progress | None = None) -> Recording
         del of[1:]  # with an accelerator they tell no more than that there are some
     if not (found.host["start"] or found.works["start"] or found.device["start"] or found.steps):
         raise InputError(
-            f"{path}: found {file.events} events, none of an operation or a kernel{found.left_out}, {A_TRACE}; check "
-            f"that it is the right file"
+            f"{path}: found {file.events} events, none of an operation or a kernel{found.left_out}, {A_TRACE}; name "
+            f"another file, or record with schedule(..., repeat=1): a second cycle of the schedule clears the first"
         )
     return found
 

@@ -28,7 +28,7 @@ EXCHANGES = ("all_reduce", "reduce_scatter")
 """Collectives that gradients are exchanged with."""
 _POINT_TO_POINT = {"send", "recv", "sendrecv", "p2p", "batch_p2p", "coalesced"}
 _FSDP = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_reshard)(?: \((.+)\))?")
-HOW = "give the profiler a schedule, call prof.step() after every iteration, and record at least one whole one"
+HOW = "give the profiler a schedule with repeat=1, call prof.step() after each iteration, and record a whole one"
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _no_gradients(columns: Columns) -> str:
         found = "kernels" if columns.on_device else "steps"
         return (
             f"{path}: found {found} and no operations of the host, expected both; record with "
-            f"activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], and export in on_trace_ready"
+            f"activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], and schedule(..., repeat=1)"
         )
     return (
         f"{path}: found no backward, expected steps of training (an inference has nothing to plan); record steps that "
