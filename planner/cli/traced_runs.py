@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from os.path import basename, getsize, isdir, isfile
 
@@ -42,7 +43,7 @@ def import_traces(asked: Import) -> None:
             f"leave the option out"
         )
     explained = explain_run(run, profile, changes=False)
-    profile.save(asked.output)
+    replace(profile, notes=(*(profile.notes or ()), *explained.doubt) or None).save(asked.output)
     if printed_json(explained.to_document):
         return
     more = asked.output if profile.units is None else f"{asked.output} --parallel fsdp2"

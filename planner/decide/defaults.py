@@ -4,6 +4,8 @@ from __future__ import annotations
 
 DEFAULT_PASSES = "merge,topology,shard_updates,late_gather"
 
+NOTHING_TO_GAIN = 0.01
+"""Predicted gain over DDP, as a share of its step, below which a plan is said to gain nothing."""
 NO_GAIN = "nothing to gain: "
 """Beginning of the note that the plan is hardly shorter than what users have without one."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.decide.defaults import ALLOWED, DEFAULT_PASSES, MORE, NO_GAIN
+from planner.decide.defaults import ALLOWED, DEFAULT_PASSES, MORE, NO_GAIN, NOTHING_TO_GAIN
 from planner.decide.lossy import compress_all, lossy_candidates
 from planner.decide.pipeline import AfterPass, run_passes
 from planner.decide.plan_request import Request
@@ -36,9 +36,6 @@ from runtime.plan import Accuracy, Plan, StepPlan, UpdatePlan
 from runtime.plan.combinations import SOLVER, reason_against
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.predicted import Certificate, SolverBound
-
-NOTHING_TO_GAIN = 0.01
-"""Share of the step below which a gain over DDP is not worth a claim."""
 
 
 def optimize(

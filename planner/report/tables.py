@@ -11,7 +11,7 @@ from planner.cost import nccl
 from planner.decide.advise import Advice
 from planner.decide.at_scale import ScalePoint
 from planner.decide.cluster_fit import FittedCluster
-from planner.decide.defaults import ALLOWED, MORE
+from planner.decide.defaults import ALLOWED, MORE, NOTHING_TO_GAIN
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
 from planner.documents.text import (
@@ -241,10 +241,6 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
         console.print(line, highlight=False)
 
 
-GAIN = 0.005
-"""Predicted gain over DDP, as a share of its step, below which a plan is not worth a change."""
-
-
 def plan_line(plan: Plan) -> str:
     """Return the plan in one sentence: its messages, its predicted step, and that of DDP or of the best baseline."""
     said, baselines = plan.predicted, plan.baselines or {}
@@ -261,7 +257,7 @@ def plan_line(plan: Plan) -> str:
     reference, called = baselines[name], "DDP" if name == "ddp" else sanitize(name)
     gain = 1.0 - said.iteration_us / reference.iteration_us if reference.iteration_us > 0.0 else 0.0
     against = f"{called} {milliseconds(reference.iteration_us)} ms"
-    if gain < GAIN:
+    if gain < NOTHING_TO_GAIN:
         return f"nothing to gain over {called}: {step} with {messages}, {against}; {len(baselines)} baselines predicted"
     return f"planned {messages} ({kind}{step}): {gain:.1%} less than {against}"
 

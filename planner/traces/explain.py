@@ -224,7 +224,8 @@ def _wrappings(run: Run, profile: Profile) -> Iterator[Change]:
 def lines_of(explanation: Explanation) -> list[str]:
     """Return the summary in words."""
     run, profile, found = explanation.run, explanation.profile, explanation.replay
-    exchanged = f"gradients are exchanged by group {run.group or 'unknown'}" if run.ranks > 1 else NOTHING
+    by = f"gradients are exchanged by group {run.group}" if run.group else "gradients are exchanged"
+    exchanged = by if run.ranks > 1 else NOTHING
     lines = [
         f"{pluralize(len(run.steps), 'step')} of {pluralize(profile.world.ranks, 'rank')}, "
         f"{profile.world.accelerator or run.device}; {exchanged}",
