@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.compatibility import DOCUMENT, INTERPLAY, Statement, collect, document, matching, statements
-from planner.cli.commands import Docs
-from planner.cli.reading import docs
+from planner.cli.app import main
 
 WITHOUT_TESTS = {"Not detected", "Arguments, attributes and methods of DDP"}
 """Sections on what no test can show, and on names."""
@@ -48,7 +47,8 @@ def test_the_table_is_as_it_is_generated(collected: set[str]) -> None:
 
 
 def test_pages_are_printed_without_the_names_of_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    docs(Docs(name="compatibility"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["docs", "compatibility"])
     text = capsys.readouterr().out
     assert text.startswith("# What works")
     assert "<!--" not in text
