@@ -171,7 +171,7 @@ class Request:
         ):
             raise InputError(
                 f"--passes: found late_gather{{when=always}}, where new weights arrive during the next forward, so "
-                f"that some lines which work with DDP do not; expected --allow {LATE_GATHER} beside it: add that, or "
+                f"that some lines which work with DDP do not; expected --allow {LATE_GATHER} with it: add that, or "
                 f"leave when=always out"
             )
         if SHARDED_STEP not in self.interfaces and self.sharding is not None and self.sharding.step == "always":

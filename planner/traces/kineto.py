@@ -30,6 +30,8 @@ those that autograd records, calls of a collective, messages of backends without
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 """Collectives by the names that planner has for them."""
+UNREADABLE = "without a name, or of negative or absurd times"
+"""Events that are left out, in words."""
 _CATEGORIES = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Names of older versions."""
 _LIBRARY = re.compile(r"nccl|rccl|msccl|oneccl", re.IGNORECASE)
@@ -115,8 +117,7 @@ class Recording:
     @property
     def left_out(self) -> str:
         """Number of unreadable events in words, for the end of a clause; empty where all are read."""
-        count = pluralize(self.unreadable, "event")
-        return f", and {count} without a name, or of negative or absurd times" if self.unreadable else ""
+        return f", and {pluralize(self.unreadable, 'event')} {UNREADABLE}" if self.unreadable else ""
 
     def number(self, name: Any) -> int:
         """Return the number of a name."""

@@ -304,7 +304,9 @@ def _notes(recording: Recording, windows: int, whole: list[Step], sent: list[Ste
         notes.append(f"the last of {whole[0].micro_batches} micro-batches of a step was taken: it synchronizes")
     if whole[0].estimated:
         notes.append(f"sizes of {whole[0].estimated} gradients: those of messages that take as long; not recorded")
-    return [*notes, *([f"left out{recording.left_out.replace(', and', ':')}"] if recording.left_out else [])]
+    if recording.unreadable:
+        notes.append(f"left out: {pluralize(recording.unreadable, 'event')} {kineto.UNREADABLE}")
+    return notes
 
 
 def _with_gaps(steps: list[Step]) -> list[Step]:

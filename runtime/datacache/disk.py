@@ -237,7 +237,7 @@ class DiskStore:
             yield from (path for path in self._own.glob("*/*") if not self._owned[int(path.name)])
 
     def _evict(self, paths: Iterable[Path], wanted_bytes: float = math.inf) -> int:
-        """Remove samples until so many bytes, and some more, are free; return how many are. Called with the lock."""
+        """Remove samples until `wanted_bytes` and some more are free; return the freed bytes. Called with the lock."""
         freed_bytes = 0
         for path in paths:
             freed_bytes += stored_bytes(path.stat().st_size - 4)
