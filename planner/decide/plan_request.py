@@ -178,7 +178,7 @@ class Request:
             raise InputError(
                 f"--passes: found shard_updates{{step=always}}, where ranks share the optimizer's step, so that some "
                 f"lines which work with DDP do not ({page('concepts/sharded-step')}); expected --allow {SHARDED_STEP} "
-                f"beside it: add that, or leave step=always out"
+                f"with it: add that, or leave step=always out"
             )
 
 

@@ -444,7 +444,7 @@ def replanned() -> dict[str, bool]:
         if shared:
             results["kept"] = again().interfaces == ("sharded-step",)
         else:
-            results["refused"] = "expected --allow sharded-step beside it" in raised(again)
+            results["refused"] = "expected --allow sharded-step with it" in raised(again)
             results["drop-in"] = not planner.replan(session, profile).sharded
         session.detach()
     return results

@@ -195,9 +195,9 @@ def test_lossy_plans_are_drop_in_too() -> None:
             "--allow: found 'shared-step', which is unknown; known: sharded-step",
         ),
         ({"allow": ["bfloat16-weights"]}, "which no plan of `planner optimize` asks for yet"),
-        ({"passes": "merge,late_gather{when=always}"}, "expected --allow late-gather beside it"),
+        ({"passes": "merge,late_gather{when=always}"}, "expected --allow late-gather with it"),
         ({"allow": "shared-step"}, "--allow: found 'shared-step', which is unknown"),
-        ({"passes": "merge,shard_updates{step=always}"}, "expected --allow sharded-step beside it"),
+        ({"passes": "merge,shard_updates{step=always}"}, "expected --allow sharded-step with it"),
     ],
 )
 def test_what_cannot_be_allowed_is_refused(options: dict[str, Any], words: str) -> None:
