@@ -1,25 +1,28 @@
-"""Profiles read from traces of torch.profiler beside `planner.profile_step` of the same jobs, on two gloo ranks.
+"""Profiles read from traces of torch.profiler beside `planner profile` of the same jobs, on two gloo ranks.
 
-    python -m benchmarks.traced_ranks                    # 5 models, three rounds of each
+    python -m benchmarks.traced_ranks                    # 5 models, six rounds of each
     python -m benchmarks.traced_ranks encoder --rounds 1
 
-In each round the ranks profile a step, trace steps in `no_sync`, and trace steps with messages. The first traces are
-imported with the length of a step without the profiler (`--step-ms`). Ratios are medians over rounds of imported over
-profiled. *Plan* is the step of the plan made from the trace over that of the plan made from the profile, both as the
-profile predicts them.
+In each round the ranks measure a step as `planner.profile_step` does, trace steps in `no_sync`, and trace steps with
+messages; every other round in the opposite order. As in a measured step, all ranks begin a step in `no_sync` together,
+and one message of its own follows backward, because it changes what the caches hold. Traces are imported with the
+length of a step without the profiler (`--step-ms`), those with messages also without it. Ratios are medians over rounds
+of imported over measured, with quartiles. *Plan* is the step of the plan made from the trace over that of the plan made
+from the profile, both as the profile predicts them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,17 +33,25 @@ from torch.profiler import ProfilerActivity, profile
 import planner
 from benchmarks.overhead import convolutions, encoder, resnet20, wide
 from examples import digits
-from planner.documents.profile import Profile
+from planner.documents.profile import ComputeProfile, Profile
 from planner.ir import Schedule
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.model.modes import simulate_schedule
 from planner.model.problem import make_problem
+from planner.profile.bench import Bench
+from planner.profile.compute import MESSAGE_BYTES, Training, combine, measure_compute
+from planner.profile.request import REPEATS, Phase, Phases
+from planner.profile.step import joined
 from planner.traces.of_ranks import read_run
 from planner.traces.to_profile import profile_of
 from runtime.plan import ModelReference, Plan
 
 RANKS, WARM_UP_STEPS, STEPS = 2, 3, 8
 QUIET, SENDING = "no_sync", "with messages"
+KINDS = {f"{QUIET}, --step-ms": (QUIET, True), f"{SENDING}, --step-ms": (SENDING, True), SENDING: (SENDING, False)}
+"""Row of a model → the traces, and whether they are imported with the length of a step without the profiler."""
+AGAIN_S = 3.0
+"""Seconds that a round may measure a step once more where its repeats differ."""
 
 
 def perceptron() -> nn.Module:
@@ -55,14 +66,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 """Model → its maker, and how many of the demonstration's batches a step takes."""
 
 
-def measure(name: str, folder: str, rounds: int) -> tuple[list[Profile], list[float]]:
-    """On one rank: profile and trace in turn; return the profiles, and milliseconds of steps without the profiler."""
+Round = tuple[ComputeProfile, dict[str, float]]
+"""What a round measured, and the milliseconds of a step without the profiler by kind of its traces."""
+
+
+def measure(name: str, folder: str, rounds: int) -> tuple[Profile, list[Round]]:
+    """On one rank: profile, then measure and trace in turn."""
     make, batches = MODELS[name]
-    rank, profiles, plain_ms = dist.get_rank(), [], []
+    rank = dist.get_rank()
     images, labels = (torch.cat([part] * batches) for part in digits.batch(0, rank))
     torch.manual_seed(0)
     bare, wrapped = make(), DistributedDataParallel(make())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (bare, wrapped)]
+    behind = torch.zeros(min(MESSAGE_BYTES // 4, sum(parameter.numel() for parameter in bare.parameters())))
 
     def loss(model: nn.Module) -> None:
         functional.cross_entropy(model(images), labels).backward()
@@ -71,46 +87,61 @@ def measure(name: str, folder: str, rounds: int) -> tuple[list[Profile], list[fl
         begun_s = time.perf_counter()
         with wrapped.no_sync() if quiet else contextlib.nullcontext():
             for _ in range(count):
+                dist.barrier()
                 optimizers[1].zero_grad()
                 loss(wrapped)
+                if quiet:
+                    dist.all_reduce(behind)
                 optimizers[1].step()
         return (time.perf_counter() - begun_s) / count * 1e3
 
+    def measured() -> ComputeProfile:
+        training = Training(bare, lambda _: loss(bare), optimizers[0])
+        with joined(None, None) as world:
+            phases = Phases([Phase(REPEATS, AGAIN_S)], AGAIN_S, first=False)
+            return combine(measure_compute(training, Bench(world, torch.device("cpu")), phases), training.parameters)
+
+    def traced(kind: str, turn: int) -> float:
+        steps(kind == QUIET, WARM_UP_STEPS)
+        plain_ms = steps(kind == QUIET, STEPS)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+            steps(kind == QUIET, STEPS)
+        target = Path(folder) / f"{turn} {kind}"
+        target.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(str(target / f"rank{rank}.json.gz"))
+        return plain_ms
+
+    found: list[Round] = []
+    whole = planner.profile_step(bare, lambda: loss(bare), optimizers[0])
     for turn in range(rounds):
-        profiles.append(planner.profile_step(bare, lambda: loss(bare), optimizers[0]))
-        for kind in (QUIET, SENDING):
-            steps(kind == QUIET, WARM_UP_STEPS)
-            dist.barrier()
-            if kind == QUIET:
-                plain_ms.append(steps(True, STEPS))
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-                steps(kind == QUIET, STEPS)
-            target = Path(folder) / f"{turn} {kind}"
-            target.mkdir(exist_ok=True)
-            recorded.export_chrome_trace(str(target / f"rank{rank}.json.gz"))
-    return profiles, plain_ms
+        kinds = (QUIET, SENDING)[:: 1 if turn % 2 else -1]
+        before = measured() if turn % 2 else None
+        plain_ms = {kind: traced(kind, turn) for kind in kinds}
+        found.append((before or measured(), plain_ms))
+    return whole, found
 
 
 def compare(name: str, rounds: int) -> list[str]:
     """Return the rows of a model."""
     with TemporaryDirectory() as folder:
         found = run_ranks(LocalWorld(ranks=RANKS), measure, name, folder, rounds)
-        profiles, plain_ms = found[0][0], [max(times) for times in zip(*(one[1] for one in found), strict=True)]
-        lines = []
-        for kind in (QUIET, SENDING):
+        whole, lines = found[0][0], []
+        for label, (kind, shortened) in KINDS.items():
             ratios = []
-            for turn, measured in enumerate(profiles):
+            for turn, each in enumerate(zip(*(rounds for _, rounds in found), strict=True)):
+                step_ms = max(plain_ms[kind] for _, plain_ms in each) if shortened else None
                 run = read_run([str(Path(folder) / f"{turn} {kind}")])
-                step_ms = plain_ms[turn] if kind == QUIET else None
-                ratios.append(_ratios(profile_of(run, ModelReference(name=name), step_ms=step_ms), measured))
-            medians = (f"{statistics.median(column):.3f}" for column in zip(*ratios, strict=True))
-            step_us = statistics.median(one.compute.step_us for one in profiles)
-            lines.append(" | ".join([f"| {name}", kind, f"{step_us / 1e3:.1f}", *medians]) + " |")
+                imported = profile_of(run, ModelReference(name=name), step_ms=step_ms)
+                ratios.append(_ratios(imported, replace(whole, compute=each[0][0])))
+            low, middle, high = np.percentile(ratios, [25, 50, 75], axis=0)
+            cells = [f"{m:.3f} ({a:.3f} to {b:.3f})" for a, m, b in zip(low, middle, high, strict=True)]
+            step_us = np.median([compute.step_us for compute, _ in found[0][1]])
+            lines.append(" | ".join([f"| {name}", label, f"{step_us / 1e3:.1f}", *cells]) + " |")
     return lines
 
 
 def _ratios(imported: Profile, measured: Profile) -> tuple[float, float, float, float]:
-    """Return forward, backward, last gradient and planned step, imported over profiled."""
+    """Return forward, backward, last gradient and planned step, imported over measured."""
     ours, theirs = imported.compute, measured.compute
     problem = make_problem(measured)
 
@@ -118,12 +149,11 @@ def _ratios(imported: Profile, measured: Profile) -> tuple[float, float, float, 
         ends = [sum(len(bucket.gradients) for bucket in plan.buckets[: at + 1]) for at in range(len(plan.buckets))]
         return simulate_schedule(problem, Schedule.from_boundaries(ends)).iteration_us
 
-    planned = planner.optimize(imported, measured.cluster)
     return (
         ours.forward_us / theirs.forward_us,
         ours.backward_us / theirs.backward_us,
         (ours.forward_us + ours.backward_us) / (theirs.forward_us + theirs.backward_us),
-        step_us(planned) / step_us(planner.optimize(measured)),
+        step_us(planner.optimize(imported, measured.cluster)) / step_us(planner.optimize(measured)),
     )
 
 
@@ -131,7 +161,7 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Traces of gloo ranks beside profiles of the same jobs.")
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     asked = parser.parse_args()
     print("| model | traced | step ms | forward | backward | last gradient | plan |")
     print("| --- | --- | --: | --: | --: | --: | --: |")
