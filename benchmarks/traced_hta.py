@@ -1,4 +1,4 @@
-"""Exposed and overlapped communication of traces: planner beside HolisticTraceAnalysis, for the same files.
+"""Compare exposed and overlapped communication of traces with those of HolisticTraceAnalysis, for the same files.
 
     pip install HolisticTraceAnalysis "pandas<3"
     python -m benchmarks.traced_hta FOLDER      # of traces (.json.gz); exit code 1 where apart
@@ -29,13 +29,14 @@ def ours(path: Path, begin_us: float, end_us: float) -> tuple[float, float]:
     begin between two times of the file's clock.
     """
     device = read_kineto(path).device
-    spans = np.stack([column(device, "start"), column(device, "end")], axis=1)
-    kept = (spans[:, 0] > begin_us - 0.5) & (spans[:, 0] < end_us)
-    order = np.argsort(spans[kept, 0], kind="stable")
-    sends = column(device, "kind")[kept][order] == MESSAGE
+    start = column(device, "start")
+    order = np.argsort(start, kind="stable")
+    order = order[(start[order] > begin_us - 0.5) & (start[order] < end_us)]  # times are rounded when they are parsed
+    spans = np.stack([start, column(device, "end")], axis=1)[order]
+    sends = column(device, "kind")[order] == MESSAGE
     # HTA counts copies, and setting memory, as memory, not as computation; only kernels have a name here.
-    computes = (column(device, "bytes")[kept][order] < 0) & (column(device, "name")[kept][order] >= 0) & ~sends
-    messages, kernels = spans[kept][order][sends], spans[kept][order][computes]
+    computes = (column(device, "bytes")[order] < 0) & (column(device, "name")[order] >= 0) & ~sends
+    messages, kernels = spans[sends], spans[computes]
     if not len(messages) or not len(kernels):
         return 0.0, 0.0
     edges, before = covered(kernels)

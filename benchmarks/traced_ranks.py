@@ -1,4 +1,4 @@
-"""Profiles read from traces of torch.profiler beside `planner profile` of the same jobs, on two gloo ranks.
+"""Compare profiles read from traces of torch.profiler with `planner profile` of the same jobs, on two gloo ranks.
 
     python -m benchmarks.traced_ranks                    # 5 models, six rounds of each
     python -m benchmarks.traced_ranks encoder --rounds 1
@@ -7,8 +7,8 @@ In each round the ranks measure a step as `planner.profile_step` does, trace ste
 messages; every other round in the opposite order. As in a measured step, all ranks begin a step in `no_sync` together,
 and one message of its own follows backward, because it changes what the caches hold. Its traces are imported with the
 length of a step without the profiler (`--step-ms`). Ratios are medians over rounds of imported over measured, with
-quartiles. *Plan* is the step of the plan made from the trace over that of the plan made
-from the profile, both as the profile predicts them.
+quartiles. *Plan* is the step of the plan made from the trace over that of the plan made from the profile, both as the
+profile predicts them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def measure(name: str, folder: str, rounds: int) -> tuple[Profile, list[Round]]:
             return combine(measure_compute(training, Bench(world, torch.device("cpu")), phases), training.parameters)
 
     def traced(kind: str, turn: int) -> float:
+        """Trace steps; return the milliseconds of the steps before, without the profiler."""
         steps(kind == QUIET, WARM_UP_STEPS)
         plain_ms = steps(kind == QUIET, STEPS)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
@@ -136,6 +137,8 @@ def compare(name: str, rounds: int) -> list[str]:
                     print(f"{name}, {kind}, a round left out: {error}", file=sys.stderr)
                     continue
                 ratios.append(_ratios(imported, replace(whole, compute=each[0][0])))
+            if not ratios:
+                continue
             low, middle, high = np.percentile(ratios, [25, 50, 75], axis=0)
             cells = [f"{m:.3f} ({a:.3f} to {b:.3f})" for a, m, b in zip(low, middle, high, strict=True)]
             step_us = np.median([compute.step_us for compute, _ in found[0][1]])
