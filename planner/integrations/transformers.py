@@ -33,13 +33,16 @@ class PlannerMetrics(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class PlannerTrainer(Trainer):
-    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does."""
+    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `compress`, `allow` and `timeout_s` as `planner.attach`
+    does.
+    """
 
     def __init__(
         self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
+        allow: Sequence[str] | None = None, timeout_s: float | None = None, compress: str | None = None,
+        **keywords: Any,
     ) -> None:  # fmt: skip
-        self._planned = Options(plan, accuracy, allow, timeout_s)
+        self._planned = Options(plan, accuracy, allow, timeout_s, compress)
         super().__init__(*arguments, **keywords)
         # The writers of logs, which Trainer puts first, come after what extends the logs.
         self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, PlannerMetrics))

@@ -113,13 +113,15 @@ def compress_of(names: str) -> Codecs:
     return check_compress(names or DEFAULT_COMPRESS)
 
 
-def check_compress(names: str) -> Codecs:
-    """Return what names of `COMPRESS`, separated by commas or `|`, allow. Raises InputError: an unknown one."""
+def check_compress(names: str, where: str = "--compress") -> Codecs:
+    """Return what names of `COMPRESS`, separated by commas or `|`, allow. Raises InputError: an unknown one; its
+    message begins with `where`.
+    """
     allowed: Codecs = frozenset()
     for name in re.split(r"[,|]", names):
         if name.strip() not in COMPRESS:
             known = ", ".join(COMPRESS)
-            raise InputError(f"--compress: found {names!r}, expected one of {known}, or several such as wire,lowrank")
+            raise InputError(f"{where}: found {names!r}, expected one of {known}, or several such as wire,lowrank")
         allowed |= COMPRESS[name.strip()]
     return allowed
 

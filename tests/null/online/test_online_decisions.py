@@ -18,17 +18,16 @@ from planner.cost.model import scale
 from planner.documents.profile import parse_profile
 from planner.online.deciding import Decision, decide, names_of
 from planner.online.measuring import (
-    LinkProbe,
     Overlap,
     Seen,
-    curve_of,
     find_contention,
-    probe_sizes,
     us_per_byte,
     with_own_messages,
 )
+from planner.online.probes import Piece, costs_of, pieces_of, probe_sizes
 from planner.online.trying import FEWEST_ROUNDS, MIN_BUCKET_RATIO, MOST_ROUNDS, MOST_SIZES, climb, judge
 from runtime.plan import parse_plan
+from runtime.sparse.compressors.wire import WIRE_DTYPES
 
 NAMES = ("the plan of 3 buckets", "DDP's buckets")
 
@@ -141,9 +140,11 @@ def test_a_curve_is_of_the_rank_that_came_last_and_goes_on_with_the_steps_own_me
     sizes = probe_sizes(3_000_000)
     assert sizes[0] == 1024
     assert sizes[-1] == 3_000_000
-    alone = [(100.0 + size * 1e-3) * LinkProbe.calls(size) for size in sizes]
-    waited = [time_us + 5000.0 for time_us in alone]
-    curve = curve_of(sizes, [[*alone, *waited, *alone], [*waited, *alone, *waited]])
+    pieces = pieces_of(3_000_000, narrow=False)
+    assert [piece.size_bytes for piece in pieces] == sizes
+    alone = [((100.0 + piece.size_bytes * 1e-3) * piece.calls,) for piece in pieces]
+    waited = [(time_us + 5000.0,) for (time_us,) in alone]
+    curve = costs_of(pieces, [[*alone, *waited, *alone], [*waited, *alone, *waited]]).all_reduce
     assert [time_us for _, time_us in curve] == pytest.approx([100.0 + size * 1e-3 for size in sizes])
     assert with_own_messages(curve, {500.0: 1.0, 2e7: 20e3, 3e7: 1.0})[len(curve) :] == ((2e7, 20e3),)
 
@@ -155,12 +156,31 @@ def test_what_a_byte_takes_is_no_matter_of_a_few_that_waited_or_shared_the_link(
     assert us_per_byte([Overlap(1e4, 0.0, (), ())], 500) > 0
 
 
+def test_a_message_waits_for_the_rank_that_encodes_slowest() -> None:
+    pieces = pieces_of(3_000_000, narrow=True)
+    assert {piece.name for piece in pieces if piece.encodes} == set(WIRE_DTYPES)
+    assert [piece.calls for piece in pieces if piece.encodes] == [1] * 2 * len(WIRE_DTYPES)
+
+    def times(factor: float) -> list[tuple[float, ...]]:
+        return [
+            (factor * piece.size_bytes, 2.0 * factor * piece.size_bytes) if piece.encodes else (100.0 * piece.calls,)
+            for piece in pieces
+        ]
+
+    costs = costs_of(pieces, [times(1.0) + times(9.0) + times(2.0), times(0.5) + times(0.5) + times(3.0)])
+    for dtype in WIRE_DTYPES:
+        sizes = [piece.size_bytes for piece in pieces if piece.encodes and piece.name == dtype]
+        assert costs.encode[dtype] == tuple((size, 3.0 * size) for size in sizes)
+        assert costs.decode[dtype] == tuple((size, 6.0 * size) for size in sizes)
+    assert {name for name in costs.messages} == {"all_reduce", "two_shot", "native"}
+    assert Piece("int8", 1000, encodes=True).expected_us(1e9) < 1e6  # the link's rate is no matter of encoding
+
+
 def request() -> dict[str, Any]:
     names = [gradient.name for gradient in parse_profile(usual_document()).compute.gradients]
     return {
         "profile": usual_document(),
-        "accuracy": "exact",
-        "allow": [],
+        "options": {"accuracy": "exact", "allow": []},
         "others": [[names], [[name] for name in names]],
     }
 
