@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.documents.profile import Contention, Profile
+from planner.documents.profile import Cluster, Contention, Profile
 from planner.documents.text import pluralize
 from planner.jobs.replanning import profile_of_run, without_contention
 from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WARM_UP_STEPS, PlannedRun, Steps
@@ -222,8 +222,11 @@ def make_profile(session: Session, ranks: Sequence[RankSample], costs: Costs, co
         times = [without_contention(one.times, one.busy_us, contention) for one in ranks]
     found = profile_of_run(session, None, times, (costs.all_reduce, costs.all_reduce))
     assert found.cluster is not None
-    cluster = replace(found.cluster, samples=dict(costs.messages), back_to_back=dict(costs.messages))
-    if costs.encode:
-        encode, decode = ({name: fit(curve) for name, curve in of.items()} for of in (costs.encode, costs.decode))
-        cluster = replace(cluster, encode=encode, decode=decode)
-    return replace(found, cluster=cluster if contention is None else replace(cluster, contention=contention))
+    return replace(found, cluster=replace(with_costs(found.cluster, costs), contention=contention))
+
+
+def with_costs(cluster: Cluster, costs: Costs) -> Cluster:
+    """Return the cluster with what was timed; messages behind steps are as those in a queue of buckets."""
+    curves = dict(costs.messages)
+    lines = [{name: fit(curve) for name, curve in of.items()} or None for of in (costs.encode, costs.decode)]
+    return replace(cluster, samples=curves, back_to_back=curves, encode=lines[0], decode=lines[1])

@@ -83,7 +83,7 @@ class Opener:
         return None
 
     @property
-    def _planned_accuracy(self) -> Accuracy:
+    def planned_accuracy(self) -> Accuracy:
         """Return the class of plans that are looked for: with nothing to compress by, exact ones."""
         return self.accuracy if compress_of(self.compress or "") else "exact"
 
@@ -94,7 +94,7 @@ class Opener:
         key = Key(
             model=facts.fingerprint, ranks=world.ranks, nodes=nodes, backend=world.backend,
             device="cpu" if cpu else torch.cuda.get_device_name(facts.device), cores=os.cpu_count() or 0,
-            torch=torch.__version__, planner=__version__, accuracy=self._planned_accuracy, allow=self.allow,
+            torch=torch.__version__, planner=__version__, accuracy=self.planned_accuracy, allow=self.allow,
             optimizer=_class_name(self.optimizer),
         )  # fmt: skip
         cache = found = other = None

@@ -16,16 +16,20 @@ from hypothesis import strategies as st
 from planner import optimize, simulate
 from planner.cost.model import scale
 from planner.documents.profile import parse_profile
+from planner.ir import GAIN
 from planner.online.deciding import Decision, decide, names_of
 from planner.online.measuring import (
     Overlap,
     Seen,
     find_contention,
     us_per_byte,
+    with_costs,
     with_own_messages,
 )
-from planner.online.probes import Piece, costs_of, pieces_of, probe_sizes
+from planner.online.opening import IN_RUN
+from planner.online.probes import Costs, Piece, costs_of, pieces_of, probe_sizes
 from planner.online.trying import FEWEST_ROUNDS, MIN_BUCKET_RATIO, MOST_ROUNDS, MOST_SIZES, climb, judge
+from runtime.monitor.verdict import half_interval
 from runtime.plan import parse_plan
 from runtime.sparse.compressors.wire import WIRE_DTYPES
 
@@ -199,6 +203,50 @@ def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
     assert plan == optimize(profile)
     assert answer["others_us"] == [result.iteration_us for result in simulate(profile, strategies=["single", "wfbp"])]
     assert names_of(plan.buckets) == [list(bucket.gradients) for bucket in plan.buckets]
+
+
+COSTS = {
+    "narrow wins": ({"all_reduce": 1e-2, "two_shot": 1e-2, "native": 1e-2}, 1e-5),
+    "encoding is dear": ({"all_reduce": 1e-2, "two_shot": 1e-2, "native": 1e-2}, 1.0),
+    "two shots and sums of the backend are slow": ({"all_reduce": 1e-2, "two_shot": 9e-2, "native": 9e-2}, 1e-5),
+    "the link is fast": ({"all_reduce": 1e-8, "two_shot": 1e-8, "native": 1e-8}, 1e-5),
+}
+"""Made-up costs of a byte in µs: by collective, and of encoding as of decoding it."""
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_narrow_dtypes_are_decided_on_by_what_was_measured(name: str) -> None:
+    """As offline, by the same costs; and what did harm stays whole."""
+    us_per_byte, encode = COSTS[name]
+    sizes = (1e3, 1e5, 1e7)
+    lines = {dtype: tuple((size, 5.0 + encode * size) for size in sizes) for dtype in WIRE_DTYPES}
+    messages = {of: tuple((size, 20.0 + us * size) for size in sizes) for of, us in us_per_byte.items()}
+    profile = parse_profile(usual_document())
+    assert profile.cluster is not None
+    profile = replace(profile, cluster=with_costs(profile.cluster, Costs(messages, lines, lines)))
+    options = {"accuracy": "bounded", "allow": [], "compress": IN_RUN, "protect": None}
+    asked = {**request(), "profile": profile.to_document(), "options": options}
+    plan = parse_plan(decide(asked)["plan"])
+    assert plan == optimize(profile, accuracy="bounded", compress="wire")
+    assert plan.accuracy == ("bounded" if name == "narrow wins" else "exact")
+    narrow = [bucket for bucket in plan.buckets if not bucket.dense]
+    assert {bucket.compressor.name for bucket in narrow} == ({"wire"} if name == "narrow wins" else set())
+    harmed = (narrow or plan.buckets)[0].gradients[0]
+    spared = parse_plan(decide({**asked, "options": options | {"protect": harmed}})["plan"])
+    assert all(bucket.dense for bucket in spared.buckets if harmed in bucket.gradients)
+    assert spared.accuracy == plan.accuracy
+
+
+@given(st.lists(st.tuples(st.floats(1e3, 1e6), st.floats(1e3, 1e6)), min_size=MOST_ROUNDS, max_size=MOST_ROUNDS))
+@example([(97e3, 100e3)] * MOST_ROUNDS)
+@example([(99e3, 100e3)] * MOST_ROUNDS)
+def test_a_bounded_plan_has_to_win_beyond_the_noise(rounds: list[tuple[float, float]]) -> None:
+    count, plain = until_decided(rounds)
+    verdict = judge(rounds[:count], NAMES, must_win=GAIN)
+    assert verdict is not None
+    gains_us = [old - new for new, old in rounds[:count]]
+    beyond = abs(sum(gains_us) / count) > half_interval(gains_us)
+    assert verdict.good == (plain.step_us < plain.other_us * (1.0 - GAIN) and beyond)
 
 
 def test_a_plan_from_measurements_on_other_ranks_says_so() -> None:
