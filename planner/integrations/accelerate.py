@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -27,7 +26,6 @@ from planner.integrations.attaching import (
 )
 from planner.online.attach import PlannedSession
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Plan
 
 check_version("accelerate", accelerate.__version__, "1.15")
 
@@ -47,13 +45,10 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
     _waiting: list[nn.Module] | None = None
     """Models that `prepare` has met; None outside of it."""
 
-    def __init__(
-        self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None, compress: str | None = None,
-        **keywords: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        planned = Options.taken_from(keywords)
         super().__init__(*arguments, **keywords)
-        self.take(Options(plan, accuracy, allow, timeout_s, compress))
+        self.take(planned)
 
     def take(self, options: Options) -> None:
         """Attach with these options from now on. Raises InputError for what the accelerator was told and has no

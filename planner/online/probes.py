@@ -85,9 +85,9 @@ class Costs:
     """Times by size in bytes."""
 
     messages: Mapping[str, Curve] = field(default_factory=dict)
-    """By collective, over the bytes that are sent."""
+    """Curves by collective, over the bytes that are sent."""
     encode: Mapping[str, Curve] = field(default_factory=dict)
-    """By dtype on the wire, over the bytes of elements as float32."""
+    """Curves by dtype on the wire, over the bytes of elements as float32."""
     decode: Mapping[str, Curve] = field(default_factory=dict)
 
     @property

@@ -277,12 +277,12 @@ def make_payload(name: str, part: Tensor, ranks: int, index: int = 0) -> Payload
         index: of the bucket, by which a communicator finds the collective.
     """
     transport, label = QUEUED[name], f"{name} of {4 * part.numel()} bytes"
-    if transport in (LIBRARY, NATIVE):
-        flat = part if transport == LIBRARY else part.view(torch.bfloat16)
+    if transport.exact or transport.native:
+        flat = part.view(torch.bfloat16) if transport.native else part
         return BucketBuffer(index, [], [Message(flat, [])], label).payload
     own = part[: max(1, part.numel() // ranks)]
     message: Packed | Narrowed
-    if transport == FLAT:
+    if transport.sparse:
         message = Packed(own, own.new_empty(ranks * own.numel()))
     else:
         message = Narrowed(ranks, 4 * own.numel(), own.device, lambda received, summed: None)
