@@ -31,6 +31,8 @@ CELLS = tuple(f"bounded {job}@{link}" for link in LINKS for job in JOBS)
 FIRST_STEPS = 300
 ROUNDS, BLOCK_STEPS = 24, 6
 """Blocks of each way; the first step of a block does not count."""
+SWEPT_STEPS = 15
+"""Steps with each bucket size of DDP, which on slow links are long."""
 OWN = "own"
 LIMITS = {"offline": (1.03, 1.02), "exact": (1.01, 0.90), "fp16": (1.01, 0.97)}
 """The run's own plan over each other way: what no interval may lie above, and what the mean of all cells may be."""
@@ -97,7 +99,7 @@ def measure(cell: str, steps: int) -> dict[str, Any]:
     """Train one cell every way; return its row."""
     job, _, link = cell.removeprefix("bounded ").partition("@")
     world, first = world_of(link), min(FIRST_STEPS, steps // 2)
-    offline, cap_mib = run_ranks(world, offline_plan, job)[0], best_cap(world, job)
+    offline, cap_mib = run_ranks(world, offline_plan, job)[0], best_cap(world, job, SWEPT_STEPS)
     with tempfile.TemporaryDirectory() as cache:
         before = run_ranks(world, with_ddp, job, first, None)
         found = run_ranks(world, with_planner, job, steps, first, cache, cap_mib, offline)

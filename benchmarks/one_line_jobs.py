@@ -160,16 +160,16 @@ def with_ddp(job: str, steps: int, cap_mib: float | None) -> tuple[list[float], 
     return times, weights_sha256(run.model)
 
 
-def swept(job: str, caps_mib: Sequence[float | None]) -> list[list[float]]:
+def swept(job: str, caps_mib: Sequence[float | None], steps: int) -> list[list[float]]:
     """On one rank: some steps of DDP with buckets of each size."""
-    return [with_ddp(job, SWEPT_STEPS, cap_mib)[0] for cap_mib in caps_mib]
+    return [with_ddp(job, steps, cap_mib)[0] for cap_mib in caps_mib]
 
 
-def best_cap(world: LocalWorld, job: str) -> float | None:
+def best_cap(world: LocalWorld, job: str, steps: int = SWEPT_STEPS) -> float | None:
     """Return DDP's best bucket size in MiB, of some steps with each; None: its default."""
     sizes = [p.numel() * p.element_size() for p in parameters_of(job)]
     caps: list[float | None] = [None, *distinct_caps(sizes, [0] * len(sizes), CAPS_MIB)]
-    sweep_us = np.max(run_ranks(world, swept, job, caps), axis=0)
+    sweep_us = np.max(run_ranks(world, swept, job, caps, steps), axis=0)
     return caps[int(np.argmin(np.median(sweep_us[:, 5:], axis=1)))]
 
 
