@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -27,7 +26,6 @@ from planner.integrations.attaching import (
 )
 from planner.online.attach import PlannedSession
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Plan
 
 check_version("accelerate", accelerate.__version__, "1.15")
 
@@ -36,7 +34,8 @@ WITH_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class PlannerAccelerator(Accelerator):  # type: ignore[misc]
-    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does.
+    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `compress`, `allow` and `timeout_s` as
+    `planner.attach` does.
 
     A `DistributedDataParallelKwargs` among `kwargs_handlers` counts as far as `planner.attach` has the like; what else
     of it would change results raises InputError.
@@ -46,12 +45,10 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
     _waiting: list[nn.Module] | None = None
     """Models that `prepare` has met; None outside of it."""
 
-    def __init__(
-        self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        planned = Options.taken_from(keywords)
         super().__init__(*arguments, **keywords)
-        self.take(Options(plan, accuracy, allow, timeout_s))
+        self.take(planned)
 
     def take(self, options: Options) -> None:
         """Attach with these options from now on. Raises InputError for what the accelerator was told and has no

@@ -6,10 +6,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -94,6 +94,12 @@ class Options:
     accuracy: Accuracy | None = None
     allow: Sequence[str] | None = None
     timeout_s: float | None = None
+    compress: str | None = None
+
+    @classmethod
+    def taken_from(cls, keywords: dict[str, Any]) -> Self:
+        """Return the options among keyword arguments, which are taken out of them."""
+        return cls(**{field.name: keywords.pop(field.name) for field in fields(cls) if field.name in keywords})
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, arguments: Mapping[str, Any],
@@ -101,8 +107,8 @@ class Options:
     ) -> PlannedSession:  # fmt: skip
         """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""
         session = attach(
-            model, optimizer, self.plan, accuracy=self.accuracy, allow=self.allow, timeout_s=self.timeout_s,
-            loss_scale=loss_scale, **arguments,
+            model, optimizer, self.plan, accuracy=self.accuracy, compress=self.compress, allow=self.allow,
+            timeout_s=self.timeout_s, loss_scale=loss_scale, **arguments,
         )  # fmt: skip
         model.no_sync = NoSync(session)  # type: ignore[assignment]
         return session

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -14,7 +12,6 @@ from transformers import Trainer, TrainerCallback
 
 from planner.integrations.accelerate import PlannerAccelerator
 from planner.integrations.attaching import Options, check_version, named_metrics, session_of, whole_states
-from runtime.plan import Accuracy, Plan
 
 check_version("transformers", transformers.__version__, "5.0")
 
@@ -33,13 +30,12 @@ class PlannerMetrics(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class PlannerTrainer(Trainer):
-    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does."""
+    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `compress`, `allow` and `timeout_s` as `planner.attach`
+    does.
+    """
 
-    def __init__(
-        self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
-    ) -> None:  # fmt: skip
-        self._planned = Options(plan, accuracy, allow, timeout_s)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._planned = Options.taken_from(keywords)
         super().__init__(*arguments, **keywords)
         # The writers of logs, which Trainer puts first, come after what extends the logs.
         self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, PlannerMetrics))

@@ -15,9 +15,12 @@ from torch import nn
 
 from planner.decide.plan_request import check_allow
 from planner.documents.text import as_names, pluralize
+from planner.ir import ACCURACIES
+from planner.model.codecs import BY_NAME
 from planner.online.ddp import AS_DDP
-from planner.online.opening import Opener, Opening, warn_unused
+from planner.online.opening import IN_RUN, Opener, Opening, check_classes, warn_unused
 from planner.online.pilot import Pilot
+from planner.passes.joint import check_compress
 from planner.profile.step import joined
 from planner.report.accumulation import per_optimizer_step
 from planner.report.listing import make_console
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PAGE = Path("planner.html")
-CLASSES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
 
 class PlannedSession(Session):
@@ -180,6 +182,7 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     *,
     accuracy: Accuracy | None = None,
+    compress: str | None = None,
     allow: str | Sequence[str] | None = None,
     sync: bool = True,
     broadcast_buffers: bool = True,
@@ -198,15 +201,22 @@ def attach(
     its number of ranks alone, its measurements are scaled to this one, and their plan is the first to be tried. Results
     are DDP's throughout.
 
-    PLANNER=off in the environment keeps to DDP's buckets, PLANNER=report says what it would do and never switches;
-    PLANNER_CACHE is the folder of what is remembered. Rank 0's count.
+    With `accuracy="bounded"` the run also times encoding in narrow dtypes and the messages that carry them. The best
+    bounded plan is tried against the best exact one, and stays if it is at least 2 % faster. Residuals keep what
+    rounding loses, and buckets that do harm are sent in a wider dtype.
+
+    PLANNER=off in the environment keeps to DDP's buckets; PLANNER=report reports what it would do, and what bounded
+    plans would bring, and never switches; PLANNER_CACHE is the folder of what is remembered. Rank 0's count.
 
     Args:
         model: the bare module on its device, not wrapped in DDP; the same on every rank.
         optimizer: its optimizer; None if the script updates weights by itself.
         plan: a plan, or the path of plan.json, which is executed as it is; default: planned in the run.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
-        accuracy: the riskiest class of plan; default: the given plan's, without one exact.
+        accuracy: the riskiest class of plan; default: the given plan's, without one exact. Without a plan `exact` or
+            `bounded`.
+        compress: what bounded plans may do to a bucket, as for `optimize`; default: what the given plan does, without
+            one `wire`. Without a plan `wire` or `none`.
         allow: further interfaces (or one), as for `optimize`; default: the given plan's, without one none.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
         broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's in each step, as DDP does.
@@ -221,13 +231,15 @@ def attach(
         was decided, and why.
 
     Raises:
-        PlanMismatch: as `runtime.attach`; also if the plan asks for more than `accuracy` and `allow` permit.
-        InputError: as `runtime.attach`; also for a riskier class than exact without a plan, whose costs a run does not
+        PlanMismatch: as `runtime.attach`; also if the plan asks for more than `accuracy`, `compress` and `allow`
+            permit.
+        InputError: as `runtime.attach`; also without a plan for a class or encodings whose costs a run does not
             measure.
         EnvironmentFailure: a rank did not come within the deadline.
 
     Examples:
         >>> session = planner.attach(model, optimizer)  # doctest: +SKIP
+        >>> session = planner.attach(model, optimizer, accuracy="bounded")  # doctest: +SKIP
         >>> session = planner.attach(model, optimizer, "plan.json", accuracy="bounded")  # doctest: +SKIP
     """
     options = AttachOptions(
@@ -239,9 +251,9 @@ def attach(
         with suppress(InputError):  # a file that cannot be read is reported to all ranks where they agree on the plan
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
         if isinstance(loaded, Plan):
-            _check_permitted(loaded, accuracy, allow)
+            _check_permitted(loaded, accuracy, compress, allow)
         return attach_as(PlannedSession, model, optimizer, loaded, options)
-    opener = Opener(model, optimizer, accuracy or "exact", as_names(allow or ()))
+    opener = Opener(model, optimizer, accuracy or "exact", compress, as_names(allow or ()))
     openings: list[Opening] = []
 
     def first_plan(world: World, facts: ModelFacts, everyone: Sequence[RankInfo]) -> Plan:
@@ -264,10 +276,11 @@ def _begin_with_remembered(session: PlannedSession, opening: Opening) -> Opening
         return opening
     plan, key = opening.remembered.plan, opening.key
     try:
-        _check_permitted(plan, key.accuracy, key.allow)
+        _check_permitted(plan, key.accuracy, None if key.accuracy == "exact" else IN_RUN, key.allow)
         if missing := session._parameters.keys() - set(plan.gradients):
             raise PlanMismatch(f"the plan has no bucket with {sorted(missing)[0]}, expected one for each parameter")
         session.switch(plan)
+        session._monitor.trial = None  # an earlier run has tried it against its fallback
     except PlanMismatch as error:
         if session._world.rank == 0:
             warn_unused(error)
@@ -275,13 +288,21 @@ def _begin_with_remembered(session: PlannedSession, opening: Opening) -> Opening
     return opening
 
 
-def _check_permitted(plan: Plan, accuracy: Accuracy | None, allow: str | Sequence[str] | None) -> None:
-    if accuracy is not None and accuracy not in CLASSES:
-        raise InputError(f"accuracy: found {accuracy!r}, expected one of: {', '.join(CLASSES)}; or leave it out")
-    if accuracy is not None and CLASSES.index(plan.accuracy) > CLASSES.index(accuracy):
+def _check_permitted(
+    plan: Plan, accuracy: Accuracy | None, compress: str | None, allow: str | Sequence[str] | None
+) -> None:
+    check_classes(accuracy, compress)
+    if accuracy is not None and ACCURACIES.index(plan.accuracy) > ACCURACIES.index(accuracy):
         raise PlanMismatch(
             f"the plan's accuracy is {plan.accuracy}, expected at most {accuracy}; pass accuracy={plan.accuracy!r} if "
             f"that is meant, or make the plan with `planner optimize --accuracy {accuracy}`"
+        )
+    codecs = {BY_NAME.get(bucket.compressor.name) for bucket in plan.buckets if not bucket.dense}
+    if compress is not None and (more := [codec for codec in codecs if codec not in check_compress(compress)]):
+        named = ", ".join(sorted("another encoding" if codec is None else codec.option for codec in more))
+        raise PlanMismatch(
+            f"the plan's buckets need compress={named!r}, expected {compress!r} alone; add it there if that is meant, "
+            f"or make the plan with `planner optimize --accuracy bounded --compress {compress}`"
         )
     asked = [] if allow is None else [name for name in plan.interfaces if name not in check_allow(allow)]
     if asked:

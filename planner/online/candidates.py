@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import statistics
 from collections.abc import Callable
@@ -9,15 +10,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from planner.decide.defaults import ALLOWED
 from planner.documents.profile import Profile
 from planner.documents.text import pluralize
+from planner.ir import ACCURACIES
 from planner.online.ddp import ddp_plan
 from planner.online.deciding import Decision, names_of
+from planner.online.opening import IN_RUN
 from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WATCHED_STEPS, PlannedRun, Steps
 from planner.strategies.baselines import CAPS_MIB
 from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
-from runtime.plan import Plan, parse_plan
+from runtime.plan import Accuracy, Plan, parse_plan
 
 POLL_S = 0.5
 """Least time between two questions of ranks for rank 0's plan."""
@@ -52,11 +56,15 @@ class Candidates:
             self._decision.close()
             self._decision = None
 
-    def decide(self, profile: Callable[[], Profile], tried: set[str]) -> Steps[Plan | None]:
+    def decide(
+        self, profile: Callable[[], Profile], tried: set[str], accuracy: Accuracy = "exact"
+    ) -> Steps[Plan | None]:
         """Return rank 0's plan where it is worth a trial, on all ranks alike; training continues meanwhile.
 
-        `profile` is what it is decided on, called on rank 0 alone; `tried` are digests of the present plan and of those
-        that were tried.
+        Args:
+            profile: what it is decided on, called on rank 0 alone.
+            tried: digests of the present plan, which is exact, and of those that were tried.
+            accuracy: the class of the plan; where that is not exact and an exact plan is as good, there is none.
         """
         run = self._run
         run.begin_stage("rank 0 decides, which takes some seconds; what it finds is tried", 0, TRIAL_STEPS, DECIDING_S)
@@ -65,10 +73,8 @@ class Candidates:
         if run.session._world.rank == 0:
             try:
                 others = [names_of(plan.buckets) for plan in (run.present, *sized.values())]
-                request = {
-                    "profile": profile().to_document(), "accuracy": run.opening.key.accuracy,
-                    "allow": list(run.opening.key.allow), "others": others,
-                }  # fmt: skip
+                options = {"accuracy": accuracy, "allow": list(run.opening.key.allow)} | self._limits(accuracy)
+                request = {"profile": profile().to_document(), "options": options, "others": others}
                 self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
                 problem = f"{type(error).__name__}: {error}"
@@ -92,9 +98,13 @@ class Candidates:
         self.others = {
             count: (other, us / present_us) for (count, other), us in zip(sized.items(), sized_us, strict=True)
         }
+        if accuracy != plan.accuracy:
+            why = next((note for note in plan.notes if note.startswith(f"{accuracy}{ALLOWED}")), "the plan is exact")
+            run.tell(why, aloud=reports)
+            return None
         words = (
-            f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {run.ms(predicted_us):.2f} ms a "
-            f"step, the present one {run.ms(present_us):.2f} ms"
+            f"{described(plan)} is predicted to take {run.ms(predicted_us):.2f} ms a step, the present one "
+            f"{run.ms(present_us):.2f} ms"
         )
         if digest_of(plan) in tried:
             same = digest_of(plan) == digest_of(run.present)
@@ -107,10 +117,18 @@ class Candidates:
             run.tell(f"{words}: not worth a trial", aloud=reports)
             return None
         if reports:
-            run.tell(f"{words}; PLANNER=auto would try it", aloud=True)
+            permitted = ACCURACIES.index(accuracy) <= ACCURACIES.index(run.opening.key.accuracy)
+            run.tell(f"{words}; {'PLANNER=auto' if permitted else f'accuracy={accuracy!r}'} would try it", aloud=True)
             return plan
         run.tell(f"{words}: it is tried")
         return plan
+
+    def _limits(self, accuracy: Accuracy) -> dict[str, Any]:
+        """Return the options of a lossy plan: the encodings whose costs a run measures, and what may not be encoded."""
+        if accuracy == "exact":
+            return {}
+        protected = "|".join(glob.escape(name) for name in sorted(self._run.harmed))
+        return {"compress": IN_RUN, "protect": protected or None}
 
     def learn(self, plan: Plan, verdict: Verdict) -> None:
         """Note by how much the simulator was wrong about a plan that has been tried."""
@@ -139,6 +157,14 @@ class Candidates:
         return statistics.median(
             [clock.between_us(a.update_end or a.end, b.forward) for a, b in pairwise(steps)] or [0.0]
         )
+
+
+def described(plan: Plan) -> str:
+    """Return the number of buckets of a plan, and of those that are encoded."""
+    narrow = [bucket for bucket in plan.buckets if not bucket.dense]
+    dtypes = ", ".join(dict.fromkeys(str(bucket.compressor.dtype) for bucket in narrow))
+    encoded = f", {len(narrow)} of them in {dtypes}," if narrow else ""
+    return f"a plan of {pluralize(len(plan.buckets), 'bucket')}{encoded}"
 
 
 def digest_of(plan: Plan) -> str:

@@ -2,10 +2,11 @@
 
 `python -m planner.online.deciding` reads a request from standard input and writes the answer to standard output:
 
-    {"profile": {…}, "accuracy": "exact", "allow": [], "others": [[["fc.weight", …], …], …]}
+    {"profile": {…}, "options": {"accuracy": "exact", …}, "others": [[["fc.weight", …], …], …]}
     {"plan": {…}, "others_us": [41200.0, …]}    or    {"problem": "…"}
 
-`others_us` is what a step takes with the buckets of each of `others`, by the same simulator.
+`options` are those of `planner.optimize`; `others_us` is what a step takes with the buckets of each of `others`, sent
+whole, by the same simulator.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PR_SET_PDEATHSIG = 1
 def decide(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request. Raises PlannerError as `optimize` does."""
     profile = parse_profile(request["profile"])
-    plan = optimize(profile, accuracy=request["accuracy"], allow=tuple(request["allow"]))
+    plan = optimize(profile, **request["options"])
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}
     others = [
         Schedule(buckets=tuple(Bucket(tuple(index[name] for name in bucket)) for bucket in buckets))

@@ -15,21 +15,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.documents.profile import Contention, Profile, Sample
+from planner.documents.profile import Cluster, Contention, Profile
+from planner.documents.text import pluralize
 from planner.jobs.replanning import profile_of_run, without_contention
 from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WARM_UP_STEPS, PlannedRun, Steps
+from planner.online.probes import PASSES, Costs, Curve, Probes, Times, costs_of, pieces_of
+from planner.profile.bench import fit
 from planner.profile.compute import RankTimes, busy_times_us, rank_times
-from planner.profile.links import make_bucket, undisturbed
-from runtime.comm.by_device import make_communicator
-from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import CommTiming
+from planner.profile.request import ALL_REDUCE
 from runtime.monitor.drift import bucket_times, complete
 from runtime.plan import Plan
-from runtime.plan.transports import LIBRARY
 from runtime.session.session import Session
 
-SMALLEST_BYTES, LARGEST_BYTES = 1024, 4 * 1024 * 1024
-"""Sizes of messages that are sent to time them; larger ones are timed as steps send them."""
 ALONE, WITHIN = 0.1, 0.5
 """Share of a message within backward below which nothing is computed meanwhile, and above which something is."""
 FEWEST_SHARED = 0.05
@@ -40,12 +37,8 @@ MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
 MEASURED_STEPS = 20
-LINKS_SHARE, PASSES = 0.018, 3
-"""Share of the steps before them that timed messages may take, and the number of times that each size is sent."""
-START_UP_US = 500.0
-"""Expected start-up time of a message before one has been seen."""
-
-Curve = tuple[Sample, ...]
+LINKS_SHARE = 0.018
+"""Share of the steps before them that what is timed behind them may take."""
 
 
 @dataclass(frozen=True)
@@ -97,51 +90,6 @@ def observe(session: Session, most: int) -> RankSample | None:
         within=tuple(map(statistics.fmean, zip(*parts, strict=True))) if whole else (),
     )
     return RankSample(rank_times(steps, session.plan.gradients, clock), busy_us, overlap)
-
-
-def probe_sizes(model_bytes: int) -> list[int]:
-    """Return the sizes of messages that are sent to time them."""
-    largest = max(SMALLEST_BYTES, min(LARGEST_BYTES, model_bytes))
-    sizes = [SMALLEST_BYTES * 4**power for power in range(20)]
-    return [*(size for size in sizes if size < largest), largest]
-
-
-class LinkProbe:
-    """Sends messages of some sizes right behind a step, when all ranks have just met: as in a queue of buckets."""
-
-    def __init__(self, session: Session, sizes_bytes: Sequence[int]) -> None:
-        self._clock = session._recorder.clock
-        self._communicator = make_communicator(session._world, [COLLECTIVES[LIBRARY]], session._device)
-        self._buckets = {size: make_bucket(size, session._device, "a message to time the link") for size in sizes_bytes}
-        self._timings: list[tuple[CommTiming, CommTiming]] = []
-        self.close = self._communicator.close
-
-    @staticmethod
-    def calls(size_bytes: int) -> int:
-        """Return how many messages follow one another, so that short ones are no matter of a single wake-up."""
-        return 4 if size_bytes <= 64 * 1024 else 2 if size_bytes <= 1024 * 1024 else 1
-
-    def send(self, size_bytes: int) -> None:
-        """Send messages of this size and wait for them; on a device, the host does not wait for it."""
-        timings = [CommTiming() for _ in range(self.calls(size_bytes))]
-        for timing in timings:
-            self._communicator.launch(self._buckets[size_bytes].payload, timing)
-        self._communicator.wait()
-        self._timings.append((timings[0], timings[-1]))
-
-    def times_us(self) -> list[float]:
-        """Return how long the messages of each `send` took together, on this rank."""
-        return [self._clock.between_us(first.start, last.end) for first, last in self._timings]
-
-
-def curve_of(sizes_bytes: Sequence[int], ranks: Sequence[Sequence[float]]) -> Curve:
-    """Return the time of one message by size, from all ranks' `times_us` of whole passes over the sizes.
-
-    The straggler waits for no other rank, so of each `send` the shortest counts.
-    """
-    sent_us = np.min(np.array(ranks), axis=0).reshape(-1, len(sizes_bytes))
-    calls = [LinkProbe.calls(size) for size in sizes_bytes]
-    return undisturbed(list(zip(map(float, sizes_bytes), np.median(sent_us, axis=0) / calls, strict=True)))
 
 
 def own_messages(sizes_bytes: Sequence[int], ranks: Sequence[Overlap]) -> dict[float, float]:
@@ -220,51 +168,65 @@ def sizes_of(plan: Plan) -> list[int]:
     return [bucket.size_bytes or 0 for bucket in plan.buckets]
 
 
-def measure_run(run: PlannedRun) -> Steps[tuple[list[RankSample], Curve]]:
-    """Send messages behind the next steps, as the budget allows, then look at the last steps of all ranks."""
+def measure_run(run: PlannedRun, *, narrow: bool) -> Steps[tuple[list[RankSample], Costs]]:
+    """Time messages behind the next steps, as the budget allows, then look at the last steps of all ranks.
+
+    `narrow`: also time messages and encoding of plans in narrow dtypes. The present plan sends whole gradients.
+    """
     session = run.session
     mine = (observe(session, WARM_UP_STEPS // 2), run.step_us)
     first: list[tuple[RankSample | None, float]] = run.gather(mine, "comparing the first steps")
     if not all(sample for sample, _ in first):
-        return [], ()
+        return [], Costs()
     step_us = max(step for _, step in first)
     model_bytes = sum(sizes_of(run.present))
     byte_us = us_per_byte([sample.overlap for sample, _ in first if sample], model_bytes)
-    sizes = probe_sizes(model_bytes)
-    expected_us = [LinkProbe.calls(size) * (START_UP_US + size * byte_us) for size in sizes]
+    pieces = pieces_of(model_bytes, narrow=narrow)
+    expected_us = [piece.expected_us(byte_us) for piece in pieces]
     waits = [max(1, math.ceil(time_us / (LINKS_SHARE * step_us))) for time_us in expected_us]
     doing = "steps and messages are measured; then rank 0 decides, and what it found is tried"
     run.begin_stage(doing, PASSES * sum(waits), TRIAL_STEPS, DECIDING_S)
-    begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
+    begun, spent_us, probes = session.step, 0.0, Probes(session, pieces)
     try:
         for number in range(PASSES):
-            for size, time_us in zip(sizes, expected_us, strict=True):
+            for piece, time_us in zip(pieces, expected_us, strict=True):
                 yield from run.wait(max(1, math.ceil(time_us / (LINKS_SHARE * step_us))))
-                probe.send(size)
-            ranks: list[list[float]] = run.gather(probe.times_us(), "comparing times of messages")
-            spent_us = max(map(sum, ranks))
-            expected_us = [*map(min, expected_us, *(one[-len(sizes) :] for one in ranks))]
+                probes.time(piece)
+            ranks: list[list[Times]] = run.gather(probes.times_us(), "comparing times of messages")
+            spent_us = max(sum(map(sum, times)) for times in ranks)
+            last = [[sum(parts) for parts in times[-len(pieces) :]] for times in ranks]
+            expected_us = [*map(min, expected_us, *last)]
             if number + 1 < PASSES:  # what was not expected is made up for
                 yield from run.wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
     finally:
-        probe.close()
+        probes.close()
         run.cost_us += spent_us
     samples: list[RankSample] = run.gather(observe(session, MEASURED_STEPS), "comparing the last steps")
+    costs = costs_of(pieces, ranks)
     own = own_messages(sizes_of(run.present), [sample.overlap for sample in samples])
-    curve = with_own_messages(curve_of(sizes, ranks), own)
+    costs = replace(costs, messages={**costs.messages, ALL_REDUCE: with_own_messages(costs.all_reduce, own)})
     share = spent_us / max((session.step - begun) * step_us, 1.0)
+    messages = sum(not piece.encodes for piece in pieces)
+    encoded = f" and encoding in {pluralize(len(costs.encode), 'dtype')}" if narrow else ""
     run.tell(
-        f"measured {MEASURED_STEPS} steps, and messages of {len(sizes)} sizes behind {PASSES * len(sizes)} others: "
-        f"{spent_us / 1e3:.0f} ms, {share:.1%} of their time"
+        f"measured {MEASURED_STEPS} steps, and messages of {messages} sizes{encoded} behind {PASSES * len(pieces)} "
+        f"others: {spent_us / 1e3:.0f} ms, {share:.1%} of their time"
     )
-    return samples, curve
+    return samples, costs
 
 
-def make_profile(session: Session, ranks: Sequence[RankSample], curve: Curve, contention: Contention | None) -> Profile:
+def make_profile(session: Session, ranks: Sequence[RankSample], costs: Costs, contention: Contention | None) -> Profile:
     """Return what `planner profile` would say; what messages cost computation is taken off again."""
     times = [one.times for one in ranks]
     if contention is not None:
         times = [without_contention(one.times, one.busy_us, contention) for one in ranks]
-    found = profile_of_run(session, None, times, (curve, curve))
+    found = profile_of_run(session, None, times, (costs.all_reduce, costs.all_reduce))
     assert found.cluster is not None
-    return found if contention is None else replace(found, cluster=replace(found.cluster, contention=contention))
+    return replace(found, cluster=replace(with_costs(found.cluster, costs), contention=contention))
+
+
+def with_costs(cluster: Cluster, costs: Costs) -> Cluster:
+    """Return the cluster with what was timed; messages behind steps are as those in a queue of buckets."""
+    curves = dict(costs.messages)
+    lines = [{name: fit(curve) for name, curve in of.items()} or None for of in (costs.encode, costs.decode)]
+    return replace(cluster, samples=curves, back_to_back=curves, encode=lines[0], decode=lines[1])

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from planner.decide.plan_request import check_allow
+from planner.ir import ACCURACIES
 from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
 from planner.online.ddp import ddp_plan
+from planner.passes.joint import DEFAULT_COMPRESS, check_compress, compress_of
 from planner.profile.measuring import count_nodes
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World
@@ -21,6 +23,9 @@ from runtime.errors import CacheWarning, InputError
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld
 from runtime.version import __version__
+
+IN_RUN = DEFAULT_COMPRESS
+"""Encodings whose costs a run measures, as `--compress` names them."""
 
 Way = Literal["off", "report", "auto"]
 """DDP's buckets and no more; measured and reported, never switched; all of it."""
@@ -51,6 +56,8 @@ class Opener:
     model: nn.Module
     optimizer: object
     accuracy: Accuracy
+    compress: str | None
+    """Encodings that bounded plans may have; None: `wire`."""
     allow: tuple[str, ...]
 
     @property
@@ -58,16 +65,27 @@ class Opener:
         """Return what is wrong with this rank's environment and arguments."""
         try:
             check_allow(self.allow)
+            check_classes(self.accuracy, self.compress)
         except InputError as error:
             return str(error)
         if _way() not in get_args(Way):
             return f"PLANNER: found {_way()!r}, expected one of: {', '.join(get_args(Way))}; or leave it out"
-        if self.accuracy != "exact":
+        if self.accuracy == "relaxed":
             return (
-                f"accuracy: found {self.accuracy!r} without a plan, expected exact: what riskier plans need is "
-                f"measured by `planner profile --for {self.accuracy}`; make a plan from that and attach it"
+                f"accuracy: found {self.accuracy!r} without a plan, expected exact or bounded: what riskier plans need "
+                f"is measured by `planner profile --for {self.accuracy}`; make a plan from that and attach it"
+            )
+        if self.compress is not None and not check_compress(self.compress) <= compress_of(IN_RUN):
+            return (
+                f"compress: found {self.compress!r} without a plan, expected {IN_RUN} or none: what low rank and top-k "
+                f"cost is measured by `planner profile --for bounded`; make a plan from that and attach it"
             )
         return None
+
+    @property
+    def planned_accuracy(self) -> Accuracy:
+        """Return the class of plans that are looked for: with nothing to compress by, exact ones."""
+        return self.accuracy if compress_of(self.compress or "") else "exact"
 
     def open(self, world: World, facts: ModelFacts, everyone: Sequence[RankInfo]) -> Opening:
         """Return how the run begins; all ranks call this once they have agreed on the model."""
@@ -76,7 +94,7 @@ class Opener:
         key = Key(
             model=facts.fingerprint, ranks=world.ranks, nodes=nodes, backend=world.backend,
             device="cpu" if cpu else torch.cuda.get_device_name(facts.device), cores=os.cpu_count() or 0,
-            torch=torch.__version__, planner=__version__, accuracy=self.accuracy, allow=self.allow,
+            torch=torch.__version__, planner=__version__, accuracy=self.planned_accuracy, allow=self.allow,
             optimizer=_class_name(self.optimizer),
         )  # fmt: skip
         cache = found = other = None
@@ -95,6 +113,20 @@ class Opener:
             way=cast(Way, way), key=key, remembered=found, measured_on=measured_on, cache=cache, other=other,
             plan=ddp_plan(facts.parameters, list(reversed(facts.parameters)), reference, where),
         )  # fmt: skip
+
+
+def check_classes(accuracy: str | None, compress: str | None) -> None:
+    """Raise InputError where the class of plan or an encoding is unknown, or no plan of the class has encodings."""
+    if accuracy is not None and accuracy not in ACCURACIES:
+        raise InputError(f"accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}; or leave it out")
+    if compress is None:
+        return
+    check_compress(compress, "compress")
+    if accuracy == "exact":
+        raise InputError(
+            f"compress: found {compress!r} with accuracy='exact', whose plans send gradients whole; expected none: "
+            f"leave it out, or pass accuracy='bounded'"
+        )
 
 
 def _way() -> str:

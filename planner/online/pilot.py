@@ -175,12 +175,15 @@ class Pilot:
             yield from self._trials.try_plan(plan)
 
     def _improve(self) -> Steps[None]:
-        """Measure the present plan's steps, decide, and keep what is faster."""
+        """Measure an exact plan's steps, decide, and keep what is faster: an exact plan, and where bounded ones are
+        allowed the best of those against it.
+        """
         run = self._run
+        run.make_exact()
         run.session._recorder.each_gradient = True
         run.begin_stage(FIRST_STAGE, WARM_UP_STEPS, MEASURING_STEPS + TRIAL_STEPS, MEASURING_S + DECIDING_S)
         yield from run.wait(WARM_UP_STEPS)
-        samples, curve = yield from measure_run(run)
+        samples, costs = yield from measure_run(run, narrow=self._looks_at_narrow)
         run.session._recorder.each_gradient = run.session._recorder.clock.cheap
         if not samples:
             run.doing = None
@@ -196,7 +199,7 @@ class Pilot:
         seen: list[Seen] = []
 
         def measured() -> Profile:
-            run.profile = make_profile(run.session, samples, curve, contention)
+            run.profile = make_profile(run.session, samples, costs, contention)
             return run.profile
 
         for _ in range(MOST_TRIALS):
@@ -206,17 +209,31 @@ class Pilot:
             tried.add(digest_of(plan))
             found = yield from self._trials.try_plan(plan)
             seen += found
-            if not found or (slowed := find_contention(seen, curve)) is None:
+            if not found or (slowed := find_contention(seen, costs.all_reduce)) is None:
                 break
             contention = slowed
             run.tell(
                 f"compute beside messages takes {slowed.compute:.2f} times as long, messages beside compute "
                 f"{slowed.network:.2f} times"
             )
-        if self._candidates.off > FAR_OFF and run.opening.way == "auto" and not run.present.sharded:
-            yield from self._trials.try_sizes(tried)
+        bounded: Plan | None = None
+        if self._looks_at_narrow:
+            bounded = yield from self._candidates.decide(measured, tried, "bounded")
+        if run.opening.way == "auto":
+            # What wins more than the simulator errs wins over other sizes, too.
+            far = self._candidates.off > FAR_OFF and not run.present.sharded
+            if far and (bounded is None or self._candidates.expected <= self._candidates.off):
+                yield from self._trials.try_sizes(tried)
+            if bounded is not None:
+                fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
+                yield from self._trials.try_plan(replace(bounded, fallback=fallback))
         run.doing = None
         run.remember()
+
+    @property
+    def _looks_at_narrow(self) -> bool:
+        """Return whether bounded plans are decided on: also to report what they would bring."""
+        return self._run.opening.key.accuracy != "exact" or self._run.opening.way == "report"
 
     def _drifted(self, reference_us: float | None) -> Steps[bool]:
         """Watch until steps have become longer or shorter than the first ones (or than `reference_us`)."""

@@ -72,6 +72,10 @@ class PlannedRun:
         """Time that timed messages and slower plans in trials have cost."""
         self.ratio = 1.0
         """Step with the present plan over that with the first one, by those trials whose difference is beyond noise."""
+        self.exact_ratio = 1.0
+        """The same of the last exact plan."""
+        self.harmed: set[str] = set()
+        """Gradients of buckets that the guard has sent otherwise: no later plan encodes them."""
         self.has_changed = False
         """Whether a trial has ended with another plan."""
 
@@ -110,6 +114,30 @@ class PlannedRun:
             following, self.next = self.next, None
             yield following
 
+    def take_guarded(self) -> None:
+        """Take as the present plan what the guard has made of it (`runtime.sparse.guard`), the same on all ranks."""
+        guarded = self.session.plan
+        if self.next is not None or len(guarded.buckets) != len(self.present.buckets):
+            return
+        changed = [
+            after.gradients
+            for before, after in zip(self.present.buckets, guarded.buckets, strict=True)
+            if before.gradients == after.gradients and before.compressor != after.compressor
+        ]
+        if changed:
+            self.harmed.update(*changed)
+            self.tell(
+                f"{pluralize(len(changed), 'bucket')} did harm, and are sent otherwise: no later plan narrows them"
+            )
+            self.present = guarded
+
+    def make_exact(self) -> None:
+        """Switch to the exact plan that the present one was tried against: bounded steps time no whole gradients."""
+        self.take_guarded()
+        if self.present.accuracy != "exact":
+            self.switch(self.present.fallback or self.opening.plan)
+            self.ratio = self.exact_ratio
+
     def switch(self, plan: Plan) -> None:
         if plan is not self.present:
             self.present = self.next = plan
@@ -133,6 +161,7 @@ class PlannedRun:
             step_us: a step with the plan; None: the last ones' median.
             settled: whether the run has tried all that it would; the next one continues otherwise.
         """
+        self.take_guarded()
         if self._cache is None or self.session._world.rank != 0 or self.opening.way != "auto":
             return
         if step_us is None:
@@ -151,6 +180,7 @@ class PlannedRun:
 def called(plan: Plan) -> str:
     """Return what a plan is called in the story."""
     if plan.predicted is not None:
-        return f"the plan of {pluralize(len(plan.buckets), 'bucket')}"
+        kind = "" if plan.accuracy == "exact" else f"{plan.accuracy} "
+        return f"the {kind}plan of {pluralize(len(plan.buckets), 'bucket')}"
     _, at, size = (plan.buckets[0].reason or "").partition(" at ")
     return f"DDP's buckets{at}{size}"

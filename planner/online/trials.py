@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from planner.ir import GAIN
 from planner.online.candidates import Candidates, digest_of
 from planner.online.measuring import Overlap, Seen, median_overlap, observe, sizes_of
 from planner.online.planned_run import TRIAL_STEPS, PlannedRun, Steps, called
@@ -43,7 +44,8 @@ class Trials:
             nonlocal rounds
             rounds = found
             exchanges = run.session._recorder.exchanges_per_update
-            return judge(found, (called(plan), called(old)), may_lose_steps * found[0][1], exchanges)
+            names, must_win = (called(plan), called(old)), 0.0 if plan.accuracy == "exact" else GAIN
+            return judge(found, names, may_lose_steps * found[0][1], exchanges, must_win)
 
         def look(tried: Plan) -> None:
             run.present = tried
@@ -59,8 +61,10 @@ class Trials:
         run.cost_us += BLOCK_STEPS * max(0.0, sum(new - old for new, old in rounds))
         run.trials += 1
         run.has_changed |= verdict.good
-        if verdict.other_us - verdict.step_us > verdict.noise_us:
+        if verdict.good and verdict.other_us - verdict.step_us > verdict.noise_us:
             run.ratio *= verdict.step_us / verdict.other_us
+            if plan.accuracy == "exact":
+                run.exact_ratio = run.ratio
         run.tell(verdict.text, aloud=True)
         self._candidates.learn(plan, verdict)
         run.switch(plan if verdict.good else old)

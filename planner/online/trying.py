@@ -18,11 +18,13 @@ MIN_BUCKET_RATIO = 1.25
 
 
 def judge(
-    rounds: Sequence[tuple[float, float]], names: tuple[str, str], may_lose_us: float = math.inf, exchanges: int = 1
-) -> Verdict | None:
+    rounds: Sequence[tuple[float, float]], names: tuple[str, str], may_lose_us: float = math.inf, exchanges: int = 1,
+    must_win: float = 0.0,
+) -> Verdict | None:  # fmt: skip
     """Return the verdict of rounds of (step of the new plan, step of the old one) in microseconds on the slowest rank;
     None where another round is needed. `names` are those of the plans; the text has times of a step of the optimizer,
-    which is a number of `exchanges`.
+    which is a number of `exchanges`. `must_win`: share of the old plan's step that the new one has to win; above 0
+    also the noise.
 
     A trial ends early where it has lost more than it may, unless rounds differ by more than the plans do: something
     else on the machine or the network interrupts one plan's block as likely as the other's, and outweighs all other
@@ -39,7 +41,7 @@ def judge(
     cut = count // 4 if alike else 0
     kept = sorted(rounds, key=lambda one: one[1] - one[0])[cut : count - cut]
     new_us, old_us = (statistics.fmean(column) for column in zip(*kept, strict=True))
-    good = new_us < old_us
+    good = new_us < old_us * (1.0 - must_win) and not (must_win and alike)
     new_ms, old_ms, noise_ms = (time_us * exchanges / 1e3 for time_us in (new_us, old_us, noise_us))
     text = (
         f"steps with {names[0]} take {new_ms:.2f} ms, with {names[1]} {old_ms:.2f} ms "

@@ -80,10 +80,17 @@ class Joint(Pass):
 
     def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
         """Return the best schedule for each form, from the least to the most compression; the given one comes first."""
-        limits = make_limits(problem, self.max_ratio or None, self.protect)
+        limits = self._limits(problem)
+        return _frontier(problem, schedule, limits, flat_forms(self.forms(problem)))
+
+    def forms(self, problem: Problem) -> list[Form]:
+        """Return the forms of compressed buckets that the search looks at: those of the allowed encodings."""
+        limits = self._limits(problem)
         steps = Steps(parse_densities(self.densities), check_max_rank(self.max_rank or MAX_RANK))
-        compressed = [form for codec in LOSSY if codec in self.codecs for form in codec.forms(problem, limits, steps)]
-        return _frontier(problem, schedule, limits, flat_forms(compressed))
+        return [form for codec in LOSSY if codec in self.codecs for form in codec.forms(problem, limits, steps)]
+
+    def _limits(self, problem: Problem) -> Limits:
+        return make_limits(problem, self.max_ratio or None, self.protect)
 
     @property
     def codecs(self) -> Codecs:
@@ -106,13 +113,15 @@ def compress_of(names: str) -> Codecs:
     return check_compress(names or DEFAULT_COMPRESS)
 
 
-def check_compress(names: str) -> Codecs:
-    """Return what names of `COMPRESS`, separated by commas or `|`, allow. Raises InputError: an unknown one."""
+def check_compress(names: str, where: str = "--compress") -> Codecs:
+    """Return what names of `COMPRESS`, separated by commas or `|`, allow. Raises InputError: an unknown one; its
+    message begins with `where`.
+    """
     allowed: Codecs = frozenset()
     for name in re.split(r"[,|]", names):
         if name.strip() not in COMPRESS:
             known = ", ".join(COMPRESS)
-            raise InputError(f"--compress: found {names!r}, expected one of {known}, or several such as wire,lowrank")
+            raise InputError(f"{where}: found {names!r}, expected one of {known}, or several such as wire,lowrank")
         allowed |= COMPRESS[name.strip()]
     return allowed
 

@@ -140,7 +140,7 @@ def measure_links(bench: Bench, model_bytes: int, names: Sequence[str], limits: 
     samples: dict[str, Curve] = {}
     queues: dict[str, Curve] = {}
     for name in names:
-        if name in _QUEUED:
+        if name in QUEUED:
             samples[name], queues[name] = measure_queued(bench, name, model_bytes, limits)
         else:
             sizes, make = message_sizes(model_bytes, 4, limits.smallest_bytes), partial(_LIBRARY[name], bench)
@@ -234,7 +234,7 @@ def implied_link(all_reduce: Line, ranks: int, sharing: int) -> Link:
     return Link(alpha_us=round(link.alpha_us, 3), beta_us_per_byte=float(f"{link.beta_us_per_byte / sharing:.6g}"))
 
 
-_QUEUED = {"all_reduce": LIBRARY, "all_gather": FLAT, "two_shot": TWO_SHOT, "native": NATIVE}
+QUEUED = {"all_reduce": LIBRARY, "all_gather": FLAT, "two_shot": TWO_SHOT, "native": NATIVE}
 """Names of samples with the transports that buckets are sent by."""
 _RATIOS = {"all_reduce": 2}
 """Ratio of neighbouring sizes, if it is not 4."""
@@ -244,25 +244,16 @@ class Messages:
     """Sends messages as a session does; those of all sizes lie in one piece of memory, which is as large as one."""
 
     def __init__(self, name: str, bench: Bench, largest_bytes: int) -> None:
-        self._name, self._transport, self._ranks = name, _QUEUED[name], bench.world.ranks
+        self._name, self._ranks = name, bench.world.ranks
         self._memory = torch.zeros(max(1, largest_bytes // 4), device=bench.device)
-        self._communicator = make_communicator(bench.world, [COLLECTIVES[self._transport]], bench.device)
+        self._communicator = make_communicator(bench.world, [COLLECTIVES[QUEUED[name]]], bench.device)
         self.close = self._communicator.close
 
     def _payload(self, size_bytes: int, place: int) -> Payload:
         numel = max(1, size_bytes // 4)
         places = max(1, self._memory.numel() // numel)
         start = place % places * numel
-        part = self._memory[start : start + numel]
-        if self._transport in (LIBRARY, NATIVE):
-            return _as_bucket(part if self._transport == LIBRARY else part.view(torch.bfloat16), size_bytes).payload
-        own = part[: max(1, numel // self._ranks)]
-        message: Packed | Narrowed
-        if self._transport == FLAT:
-            message = Packed(own, own.new_empty(self._ranks * own.numel()))
-        else:
-            message = Narrowed(self._ranks, 4 * own.numel(), own.device, lambda received, summed: None)
-        return Payload(0, f"{self._name} of {size_bytes} bytes", [message])
+        return make_payload(self._name, self._memory[start : start + numel], self._ranks)
 
     def run(self, size_bytes: int, calls: int = 1) -> Run:
         """Return what sends this number of messages, which queue behind one another."""
@@ -276,12 +267,31 @@ class Messages:
         return send
 
 
+def make_payload(name: str, part: Tensor, ranks: int, index: int = 0) -> Payload:
+    """Return a message of a collective (`QUEUED`) over float32 zeros of no model.
+
+    Args:
+        name: of the collective's samples.
+        part: 1-D float32; as many bytes are sent in all.
+        ranks: number of ranks that send.
+        index: of the bucket, by which a communicator finds the collective.
+    """
+    transport, label = QUEUED[name], f"{name} of {4 * part.numel()} bytes"
+    if transport.exact or transport.native:
+        flat = part.view(torch.bfloat16) if transport.native else part
+        return BucketBuffer(index, [], [Message(flat, [])], label).payload
+    own = part[: max(1, part.numel() // ranks)]
+    message: Packed | Narrowed
+    if transport.sparse:
+        message = Packed(own, own.new_empty(ranks * own.numel()))
+    else:
+        message = Narrowed(ranks, 4 * own.numel(), own.device, lambda received, summed: None)
+    return Payload(index, label, [message])
+
+
 def make_bucket(size_bytes: int, device: torch.device, label: str | None = None) -> BucketBuffer:
     """Return a bucket of float32 zeros that belongs to no model; `label` names it in errors."""
-    return _as_bucket(torch.zeros(max(1, size_bytes // 4), device=device), size_bytes, label)
-
-
-def _as_bucket(flat: Tensor, size_bytes: int, label: str | None = None) -> BucketBuffer:
+    flat = torch.zeros(max(1, size_bytes // 4), device=device)
     return BucketBuffer(0, [], [Message(flat, [])], label or f"a message of {size_bytes} bytes")
 
 

@@ -187,31 +187,73 @@ def _time(
     bench: Bench, between: Run, timed_us: Callable[[Run], float], spec: CompressorSpec, size_bytes: int
 ) -> NDArray[np.float64]:
     """Time the parts of a bucket on this rank: pack, unpack, with products in between. Shape (repeats, parts)."""
-    ranks, device = bench.world.ranks, bench.device
-    side = round(math.sqrt(max(1, size_bytes // 4)))
-    shape = (side, side) if spec.rank is not None else (max(1, size_bytes // 4),)
-    parameter = nn.Parameter(torch.zeros(shape, device=device))
-    slots = [Slot("parameter", 0, parameter)]
-    bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
-    lossy = make_lossy(bucket, spec, ranks)
-    message = lossy.packed
-    gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
-    # Drawing anew takes several times as long as selecting: each step takes another piece of what was drawn.
-    drawn = torch.randn(gradient.numel() + WARM_UPS + MOST_REPEATS, device=device)
-    rounds: list[list[float]] = []
     repeats = min(MOST_REPEATS, max(LEAST_REPEATS, REPEATED_BYTES // size_bytes))
-    for step in range(WARM_UPS + repeats):
-        gradient.copy_(drawn[step : step + gradient.numel()])
+    bucket = TimedBucket(spec, size_bytes, bench.world.ranks, bench.device, WARM_UPS + repeats)
+    rounds: list[list[float]] = []
+    for _ in range(WARM_UPS + repeats):
+        bucket.begin()
         between()
-        times = [timed_us(lambda step=step: lossy.pack(step))]  # type: ignore[misc]
-        if isinstance(message, Factored):
+        times = [timed_us(bucket.pack)]
+        if bucket.products:
             between()
-            times += [timed_us(message.project), timed_us(message.subtract)]
-        elif isinstance(message, Narrowed):
-            message.gathered.copy_(message.rows)
-        else:
-            message.gathered.copy_(message.flat.repeat(ranks))
+            times += [timed_us(each) for each in bucket.products]
+        bucket.receive()
         between()
-        rounds.append([*times, timed_us(lossy.unpack)])
-        lossy.feedback.commit(finite)
+        rounds.append([*times, timed_us(bucket.unpack)])
+        bucket.end()
     return np.array(rounds[WARM_UPS:])
+
+
+class TimedBucket:
+    """A compressed bucket of no model, whose parts are timed as a session calls them: `begin`, `pack`, `receive`,
+    `unpack` and `end` in each step.
+    """
+
+    def __init__(self, spec: CompressorSpec, size_bytes: int, ranks: int, device: torch.device, steps: int) -> None:
+        """Lay out a bucket of float32, of one square matrix where products are sent.
+
+        Args:
+            spec: its compressor.
+            size_bytes: of its elements, dense.
+            ranks: number of ranks whose messages it receives.
+            device: where it lies.
+            steps: number of steps whose gradients differ.
+        """
+        side = round(math.sqrt(max(1, size_bytes // 4)))
+        shape = (side, side) if spec.rank is not None else (max(1, size_bytes // 4),)
+        slots = [Slot("parameter", 0, nn.Parameter(torch.zeros(shape, device=device)))]
+        bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
+        self._ranks, self._step, self._steps = ranks, -1, steps
+        self._lossy = make_lossy(bucket, spec, ranks)
+        self._gradient, self._finite = bucket.messages[0].flat, torch.tensor(True, device=device)
+        # Drawing anew takes several times as long as selecting: each step takes another piece of what was drawn.
+        self._drawn = torch.randn(self._gradient.numel() + steps, device=device)
+        message = self._lossy.packed
+        self.products: tuple[Run, ...] = (message.project, message.subtract) if isinstance(message, Factored) else ()
+        """Work between the two messages of products."""
+
+    def begin(self) -> None:
+        """Take the gradient of the next step."""
+        self._step += 1
+        first = self._step % self._steps
+        self._gradient.copy_(self._drawn[first : first + self._gradient.numel()])
+
+    def pack(self) -> None:
+        """Fill the message."""
+        self._lossy.pack(self._step)
+
+    def receive(self) -> None:
+        """Take this rank's message as every rank's."""
+        message = self._lossy.packed
+        if isinstance(message, Narrowed):
+            message.gathered.copy_(message.rows)
+        elif not isinstance(message, Factored):
+            message.gathered.copy_(message.flat.repeat(self._ranks))
+
+    def unpack(self) -> None:
+        """Turn the messages into sums."""
+        self._lossy.unpack()
+
+    def end(self) -> None:
+        """Take over the new residual."""
+        self._lossy.feedback.commit(self._finite)

@@ -23,10 +23,10 @@ from planner.documents.profile import Profile, parse_profile
 from planner.emit.lower import lower
 from planner.model.problem import make_problem
 from runtime.checks.plan import dtype_name, trainable_parameters
-from runtime.comm.collectives import COLLECTIVES
-from runtime.core.buckets import Message
+from runtime.comm.collectives import COLLECTIVES, Collective
+from runtime.comm.collectives.direct import Narrowed
 from runtime.plan import Plan
-from runtime.plan.transports import LIBRARY
+from runtime.plan.transports import LIBRARY, NATIVE, TWO_SHOT
 
 FAST_STEPS, SLOW_STEPS, LAST_STEPS = 15, 70, 10
 DELAY_S = 0.008
@@ -34,14 +34,16 @@ LATE_S = 0.06
 
 
 class LateWork:
-    """A collective whose result comes some time after it is there."""
+    """A collective whose result comes some time after it is there; `wire` is held as long as bytes are sent."""
 
-    def __init__(self, work: dist.Work, delay_s: float) -> None:
+    def __init__(self, work: dist.Work, delay_s: float, sending_s: float, wire: threading.Lock) -> None:
         self._future: torch.futures.Future[None] = torch.futures.Future()
-        threading.Thread(target=self._deliver, args=(work, delay_s), daemon=True).start()
+        threading.Thread(target=self._deliver, args=(work, delay_s, sending_s, wire), daemon=True).start()
 
-    def _deliver(self, work: dist.Work, delay_s: float) -> None:
+    def _deliver(self, work: dist.Work, delay_s: float, sending_s: float, wire: threading.Lock) -> None:
         work.wait()
+        with wire:
+            time.sleep(sending_s)
         time.sleep(delay_s)
         self._future.set_result(None)
 
@@ -56,27 +58,34 @@ class LateWork:
 
 
 class Link:
-    """The backend's all-reduce over a link whose start-up time can be raised while a run goes on."""
+    """The all-reduces of two ranks over a link whose start-up time, and time of a byte, can be raised in a run."""
 
     def __init__(self) -> None:
-        self.delay_s = 0.0
-        self._library = COLLECTIVES[LIBRARY]
+        self.delay_s = self.s_per_byte = 0.0
+        self._wire = threading.Lock()
 
-    def __call__(self, message: Message, group: dist.ProcessGroup) -> Iterator[Any]:
-        """As any `Collective`."""
-        for work in self._library(message, group):
-            yield LateWork(work, self.delay_s) if self.delay_s else work
+    def carry(self, collective: Collective) -> Collective:
+        """Return the collective over this link; each of the two shots carries half of its bytes."""
+
+        def carried(message: Any, group: dist.ProcessGroup) -> Iterator[Any]:
+            sent_bytes = message.rows.nbytes / 2 if isinstance(message, Narrowed) else message.flat.nbytes
+            for work in collective(message, group):
+                sending_s = sent_bytes * self.s_per_byte
+                late = self.delay_s or sending_s
+                yield LateWork(work, self.delay_s, sending_s, self._wire) if late else work
+
+        return carried
 
 
 @contextmanager
 def linked() -> Iterator[Link]:
     """All collectives of sessions travel by the link inside."""
-    link, before = Link(), COLLECTIVES[LIBRARY]
-    COLLECTIVES[LIBRARY] = link  # type: ignore[index]
+    link, before = Link(), dict(COLLECTIVES)
+    COLLECTIVES.update({one: link.carry(before[one]) for one in (LIBRARY, TWO_SHOT, NATIVE)})  # type: ignore[attr-defined]
     try:
         yield link
     finally:
-        COLLECTIVES[LIBRARY] = before  # type: ignore[index]
+        COLLECTIVES.update(before)  # type: ignore[attr-defined]
 
 
 def model() -> nn.Sequential:

@@ -30,13 +30,13 @@ from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.emit.lower import lower
 from planner.model.problem import make_problem
-from planner.online import candidates, measuring, pilot, trials
+from planner.online import candidates, deciding, measuring, pilot, trials
 from planner.online.attach import PlannedSession
 from planner.online.cache import Cache, Key, Remembered
 from runtime.checks.plan import model_fingerprint
 from runtime.errors import CacheWarning
 from runtime.monitor.verdict import Verdict
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanBucket
 from runtime.plan.document import CompressorSpec, DelaySpec, LocalAsyncSpec, StepPlan, UpdatePlan
 
 
@@ -347,7 +347,9 @@ def ways() -> dict[str, bool]:
         side.close()
         lossy = replace(plan, accuracy="bounded", fallback=plan)
         results |= told(raised(lambda: online(plan=lossy, accuracy="exact")), ["accuracy is bounded, expected at most"])
-        results |= told(raised(lambda: online(accuracy="bounded")), ["planner profile --for bounded"])
+        results |= told(raised(lambda: online(accuracy="relaxed")), ["planner profile --for relaxed"])
+        results |= told(raised(lambda: online(accuracy="bounded", compress="all")), ["expected wire or none"])
+        results |= told(raised(lambda: online(compress="wire")), ["compress: found 'wire' with accuracy='exact'"])
         results |= told(raised(lambda: online(nn.Linear(2, 2 + dist.get_rank()))), ["ranks hold different models"])
         results |= told(raised(lambda: online(DistributedDataParallel(mlp()))), ["wrapped in DistributedDataParallel"])
         side = online()
@@ -532,11 +534,110 @@ def other_ranks(folder: str, measured_on: int | None, good: bool = True) -> dict
     return results
 
 
+class Here:
+    """In place of the process that decides: decides at once."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._answer = deciding.decide(request)
+
+    def poll(self) -> dict[str, Any]:
+        return self._answer
+
+    def close(self) -> None: ...
+
+
+def wide() -> nn.Module:
+    """A model of 270 KB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 3))
+
+
+SLOW_S_PER_BYTE = 1.5e-7
+
+
+def bounded_on_a_slow_link() -> dict[str, bool]:
+    """The run ends with narrow buckets, which the next run of the class begins with."""
+    results: dict[str, bool] = {}
+    with linked() as link, hurried(None, Decision=Here, POLL_S=1e-6, MOST_TRIALS=1) as folder:
+        link.s_per_byte = SLOW_S_PER_BYTE
+        side = online(wide(), accuracy="bounded", drift=False)
+        session = session_of(side)
+        assert session._pilot is not None
+        for step in range(400):
+            steps(side, range(step, step + 1))
+            if session._pilot.stage is None:
+                break
+        steps(side, range(400, 405))
+        found, story = session.plan, session._pilot.story
+        dtypes = {bucket.compressor.dtype for bucket in found.buckets if not bucket.dense}
+        results[f"narrow: {dtypes} {story}"] = found.accuracy == "bounded" and bool(dtypes - {None})
+        results["no low rank, no top-k"] = {bucket.compressor.name for bucket in found.buckets} <= {"none", "wire"}
+        results["alike"] = ranks_agree([story, found.digest()])
+        results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"
+        results[f"chose: {session._pilot.summary(ended=False)}"] = "the bounded plan" in session._pilot.summary(
+            ended=False
+        )
+        whole = tuple(PlanBucket(gradients=one.gradients, size_bytes=one.size_bytes) for one in found.buckets)
+        relaxed = replace(found, buckets=whole)
+        with mock.patch.object(session._monitor, "judge", side_effect=[relaxed, *[None] * 9]):
+            steps(side, range(405, 410))
+        session._pilot._run.take_guarded()
+        harmed = {name for one in found.buckets if not one.dense for name in one.gradients}
+        results["what did harm stays whole"] = session._pilot._run.harmed == harmed
+        side.close()
+        again = online(wide(), accuracy="bounded", drift=False)
+        first = session_of(again).plan
+        steps(again, range(60))
+        results["the next run begins with it"] = first.buckets == found.buckets == session_of(again).plan.buckets
+        results["and tries nothing"] = session_of(again)._monitor.trial is None
+        again.close()
+        exact = online(wide(), drift=False)
+        results["exact runs do not"] = session_of(exact).plan.accuracy == "exact"
+        exact.close()
+        files = len(list(folder.glob("*.json"))) if folder.exists() else 0
+        results[f"one file: {files}"] = files == (dist.get_rank() == 0)
+    return results
+
+
+def bounded_on_a_fast_link() -> dict[str, bool]:
+    """A link that takes 3 ms a message of any size: narrow messages win nothing, and the run stays exact."""
+    results: dict[str, bool] = {}
+    with linked() as link, hurried(None, Decision=Here, POLL_S=1e-6, MOST_TRIALS=1, FAR_OFF=1e9):
+        link.delay_s = 0.003
+        side = online(accuracy="bounded", drift=False)
+        session = session_of(side)
+        assert session._pilot is not None
+        for step in range(400):
+            steps(side, range(step, step + 1))
+            if session._pilot.stage is None:
+                break
+        results[f"exact: {session._pilot.story}"] = session.plan.accuracy == "exact" and session._pilot.stage is None
+        results["alike"] = ranks_agree([session._pilot.story, session.plan.digest()])
+        side.close()
+    return results
+
+
+def bounded_is_reported() -> dict[str, bool]:
+    """PLANNER=report, without a class: what bounded plans would bring; nothing is switched."""
+    results: dict[str, bool] = {}
+    environment = mock.patch.dict(os.environ, {"PLANNER": "report"})
+    with environment, linked() as link, hurried(None, Decision=Here, POLL_S=1e-6, FAR_OFF=1e9):
+        link.s_per_byte = SLOW_S_PER_BYTE
+        side = online(wide(), drift=False)
+        steps(side, range(90))
+        session = session_of(side)
+        story = session._pilot.story if session._pilot else []
+        results[f"reported: {story}"] = any("accuracy='bounded' would try it" in line for line in story)
+        results["exact"] = session.plan.accuracy == "exact"
+        side.close()
+    return results
+
+
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
         switch_inside, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real, caches, ways, interrupted,
-        slowed_link, plans_of_others,
+        slowed_link, plans_of_others, bounded_on_a_slow_link, bounded_on_a_fast_link, bounded_is_reported,
     )
 }  # fmt: skip
 

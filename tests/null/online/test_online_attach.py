@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import planner
-from runtime.errors import InputError
-from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+from planner.online.opening import Opener
+from runtime.errors import InputError, PlanMismatch
+from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 
 PLAN = Plan(
     model=ModelReference(name="linear"), world=PlanWorld(ranks=1), accuracy="exact",
@@ -34,6 +35,48 @@ def test_one_interface_is_allowed_by_its_name() -> None:
 def test_an_unknown_class_is_refused_with_a_plan() -> None:
     with pytest.raises(InputError, match="accuracy: found 'fast', expected one of: exact, bounded, relaxed"):
         planner.attach(nn.Linear(2, 2), None, PLAN, accuracy="fast")  # type: ignore[arg-type]
+
+
+SPARSE = Plan(
+    model=PLAN.model, world=PLAN.world, accuracy="bounded",
+    buckets=(
+        PlanBucket(
+            gradients=("weight", "bias"), collective="sparse", algorithm="flat",
+            compressor=CompressorSpec(name="topk", density=0.1),
+        ),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "error", "said"),
+    [
+        (SPARSE, {"compress": "wire"}, PlanMismatch, "need compress='sparse', expected 'wire' alone"),
+        (SPARSE, {"compress": "zip"}, InputError, "compress: found 'zip', expected one of all, wire, lowrank, sparse"),
+        (SPARSE, {"accuracy": "exact"}, PlanMismatch, "accuracy is bounded, expected at most exact"),
+        (None, {"accuracy": "bounded", "compress": "wire,sparse"}, InputError, "without a plan, expected wire or none"),
+        (None, {"accuracy": "bounded", "compress": "zip"}, InputError, "compress: found 'zip'"),
+        (None, {"accuracy": "relaxed"}, InputError, "expected exact or bounded: .*`planner profile --for relaxed`"),
+        (None, {"compress": "none"}, InputError, "compress: found 'none' with accuracy='exact'"),
+    ],
+)
+def test_what_is_riskier_than_permitted_is_refused(
+    plan: Plan | None, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(error, match=said):
+        planner.attach(model, sgd(*model.parameters()), plan, **options)
+    planner.attach(model, sgd(*model.parameters()), plan, guard=False).detach()  # nothing has been changed
+
+
+def test_a_run_without_encodings_is_an_exact_one() -> None:
+    """Whose plans and cache it has."""
+    model = nn.Linear(2, 2)
+    found = {
+        compress: Opener(model, None, "bounded", compress, ()).planned_accuracy for compress in (None, "wire", "none")
+    }
+    assert found == {None: "bounded", "wire": "bounded", "none": "exact"}
+    planner.attach(model, sgd(*model.parameters()), accuracy="bounded").detach()
 
 
 @pytest.mark.parametrize("plan", [None, PLAN])

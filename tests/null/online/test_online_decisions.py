@@ -16,19 +16,22 @@ from hypothesis import strategies as st
 from planner import optimize, simulate
 from planner.cost.model import scale
 from planner.documents.profile import parse_profile
+from planner.ir import GAIN
 from planner.online.deciding import Decision, decide, names_of
 from planner.online.measuring import (
-    LinkProbe,
     Overlap,
     Seen,
-    curve_of,
     find_contention,
-    probe_sizes,
     us_per_byte,
+    with_costs,
     with_own_messages,
 )
+from planner.online.opening import IN_RUN
+from planner.online.probes import Costs, Piece, costs_of, pieces_of, probe_sizes
 from planner.online.trying import FEWEST_ROUNDS, MIN_BUCKET_RATIO, MOST_ROUNDS, MOST_SIZES, climb, judge
+from runtime.monitor.verdict import half_interval
 from runtime.plan import parse_plan
+from runtime.sparse.compressors.wire import WIRE_DTYPES
 
 NAMES = ("the plan of 3 buckets", "DDP's buckets")
 
@@ -141,9 +144,11 @@ def test_a_curve_is_of_the_rank_that_came_last_and_goes_on_with_the_steps_own_me
     sizes = probe_sizes(3_000_000)
     assert sizes[0] == 1024
     assert sizes[-1] == 3_000_000
-    alone = [(100.0 + size * 1e-3) * LinkProbe.calls(size) for size in sizes]
-    waited = [time_us + 5000.0 for time_us in alone]
-    curve = curve_of(sizes, [[*alone, *waited, *alone], [*waited, *alone, *waited]])
+    pieces = pieces_of(3_000_000, narrow=False)
+    assert [piece.size_bytes for piece in pieces] == sizes
+    alone = [((100.0 + piece.size_bytes * 1e-3) * piece.calls,) for piece in pieces]
+    waited = [(time_us + 5000.0,) for (time_us,) in alone]
+    curve = costs_of(pieces, [[*alone, *waited, *alone], [*waited, *alone, *waited]]).all_reduce
     assert [time_us for _, time_us in curve] == pytest.approx([100.0 + size * 1e-3 for size in sizes])
     assert with_own_messages(curve, {500.0: 1.0, 2e7: 20e3, 3e7: 1.0})[len(curve) :] == ((2e7, 20e3),)
 
@@ -155,12 +160,31 @@ def test_what_a_byte_takes_is_no_matter_of_a_few_that_waited_or_shared_the_link(
     assert us_per_byte([Overlap(1e4, 0.0, (), ())], 500) > 0
 
 
+def test_a_message_waits_for_the_rank_that_encodes_slowest() -> None:
+    pieces = pieces_of(3_000_000, narrow=True)
+    assert {piece.name for piece in pieces if piece.encodes} == set(WIRE_DTYPES)
+    assert [piece.calls for piece in pieces if piece.encodes] == [1] * 2 * len(WIRE_DTYPES)
+
+    def times(factor: float) -> list[tuple[float, ...]]:
+        return [
+            (factor * piece.size_bytes, 2.0 * factor * piece.size_bytes) if piece.encodes else (100.0 * piece.calls,)
+            for piece in pieces
+        ]
+
+    costs = costs_of(pieces, [times(1.0) + times(9.0) + times(2.0), times(0.5) + times(0.5) + times(3.0)])
+    for dtype in WIRE_DTYPES:
+        sizes = [piece.size_bytes for piece in pieces if piece.encodes and piece.name == dtype]
+        assert costs.encode[dtype] == tuple((size, 3.0 * size) for size in sizes)
+        assert costs.decode[dtype] == tuple((size, 6.0 * size) for size in sizes)
+    assert {name for name in costs.messages} == {"all_reduce", "two_shot", "native"}
+    assert Piece("int8", 1000, encodes=True).expected_us(1e9) < 1e6  # the link's rate is no matter of encoding
+
+
 def request() -> dict[str, Any]:
     names = [gradient.name for gradient in parse_profile(usual_document()).compute.gradients]
     return {
         "profile": usual_document(),
-        "accuracy": "exact",
-        "allow": [],
+        "options": {"accuracy": "exact", "allow": []},
         "others": [[names], [[name] for name in names]],
     }
 
@@ -179,6 +203,50 @@ def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
     assert plan == optimize(profile)
     assert answer["others_us"] == [result.iteration_us for result in simulate(profile, strategies=["single", "wfbp"])]
     assert names_of(plan.buckets) == [list(bucket.gradients) for bucket in plan.buckets]
+
+
+COSTS = {
+    "narrow wins": ({"all_reduce": 1e-2, "two_shot": 1e-2, "native": 1e-2}, 1e-5),
+    "encoding is dear": ({"all_reduce": 1e-2, "two_shot": 1e-2, "native": 1e-2}, 1.0),
+    "two shots and sums of the backend are slow": ({"all_reduce": 1e-2, "two_shot": 9e-2, "native": 9e-2}, 1e-5),
+    "the link is fast": ({"all_reduce": 1e-8, "two_shot": 1e-8, "native": 1e-8}, 1e-5),
+}
+"""Made-up costs of a byte in µs: by collective, and of encoding as of decoding it."""
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_narrow_dtypes_are_decided_on_by_what_was_measured(name: str) -> None:
+    """As offline, by the same costs; and what did harm stays whole."""
+    us_per_byte, encode = COSTS[name]
+    sizes = (1e3, 1e5, 1e7)
+    lines = {dtype: tuple((size, 5.0 + encode * size) for size in sizes) for dtype in WIRE_DTYPES}
+    messages = {of: tuple((size, 20.0 + us * size) for size in sizes) for of, us in us_per_byte.items()}
+    profile = parse_profile(usual_document())
+    assert profile.cluster is not None
+    profile = replace(profile, cluster=with_costs(profile.cluster, Costs(messages, lines, lines)))
+    options = {"accuracy": "bounded", "allow": [], "compress": IN_RUN, "protect": None}
+    asked = {**request(), "profile": profile.to_document(), "options": options}
+    plan = parse_plan(decide(asked)["plan"])
+    assert plan == optimize(profile, accuracy="bounded", compress="wire")
+    assert plan.accuracy == ("bounded" if name == "narrow wins" else "exact")
+    narrow = [bucket for bucket in plan.buckets if not bucket.dense]
+    assert {bucket.compressor.name for bucket in narrow} == ({"wire"} if name == "narrow wins" else set())
+    harmed = (narrow or plan.buckets)[0].gradients[0]
+    spared = parse_plan(decide({**asked, "options": options | {"protect": harmed}})["plan"])
+    assert all(bucket.dense for bucket in spared.buckets if harmed in bucket.gradients)
+    assert spared.accuracy == plan.accuracy
+
+
+@given(st.lists(st.tuples(st.floats(1e3, 1e6), st.floats(1e3, 1e6)), min_size=MOST_ROUNDS, max_size=MOST_ROUNDS))
+@example([(97e3, 100e3)] * MOST_ROUNDS)
+@example([(99e3, 100e3)] * MOST_ROUNDS)
+def test_a_bounded_plan_has_to_win_beyond_the_noise(rounds: list[tuple[float, float]]) -> None:
+    count, plain = until_decided(rounds)
+    verdict = judge(rounds[:count], NAMES, must_win=GAIN)
+    assert verdict is not None
+    gains_us = [old - new for new, old in rounds[:count]]
+    beyond = abs(sum(gains_us) / count) > half_interval(gains_us)
+    assert verdict.good == (plain.step_us < plain.other_us * (1.0 - GAIN) and beyond)
 
 
 def test_a_plan_from_measurements_on_other_ranks_says_so() -> None:

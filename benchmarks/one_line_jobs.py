@@ -1,0 +1,180 @@
+"""Jobs of `benchmarks.one_line`, and how ranks train them: with DDP, or with whatever takes its place.
+
+Jobs that are rehearsed, `googlenet/5`, wait as long as an accelerator would compute that is five times as fast as the
+model's profile says, and have a quarter of its bytes; others compute on the cores that also send.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.overhead import convolutions, encoder
+from examples.digits import ResNet20
+from planner.comparison.statistics import Interval, ratio_interval
+from planner.comparison.variants import distinct_caps
+from planner.documents.catalog import find_profile
+from planner.jobs.job import TrainingJob
+from planner.jobs.launch import LocalWorld, run_ranks
+from planner.jobs.training import weights_sha256
+from planner.rehearse.accelerator import make_job
+from planner.rehearse.scale import Scale
+from planner.strategies.baselines import CAPS_MIB
+from planner.testbed.hosts import parse_emulation
+
+RANKS = 2
+"""Ranks on loopback."""
+SMALLER = 4.0
+"""By how much rehearsed jobs are smaller than their models: what is sent costs the cores time as well."""
+SPIN_LESS = 4.0
+"""By how much the ends of waits that are not slept are shorter: deep models have a gradient every 100 us."""
+SWEPT_STEPS = 40
+
+Rounds = list[list[float]]
+"""Times of steps in microseconds, by block."""
+
+
+class Recurrent(nn.Module):
+    """Two LSTM layers between an embedding and a classifier; 9.3 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(4000, 256), nn.LSTM(256, 640, 2, batch_first=True)
+        self.out = nn.Linear(640, 4000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, length) → scores of the next one (batch, classes)."""
+        found: Tensor = self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+        return found
+
+
+class Language(nn.Module):
+    """A transformer whose output shares the weights of its embedding; 5.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8000, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, length) → scores of the next one (batch, classes)."""
+        return functional.linear(self.layers(self.embedding(tokens))[:, -1], self.embedding.weight)
+
+
+def perceptron() -> nn.Module:
+    """12.6 million parameters in twelve equal layers."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)), nn.Linear(1024, 10))
+
+
+Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+
+
+def _random(classes: int, *shape: int, words: int = 0) -> Batch:
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randint(words, shape, generator=generator) if words else torch.randn(*shape, generator=generator)
+        return x, torch.randint(classes, shape[:1], generator=generator)
+
+    return batch
+
+
+COMPUTED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "resnet20": (ResNet20, _random(10, 64, 1, 16, 16)),
+    "convolutions": (convolutions, _random(10, 16, 1, 16, 16)),
+    "encoder": (encoder, _random(10, 6, 1, 16, 16)),
+    "perceptron": (perceptron, _random(10, 32, 1024)),
+    "lstm": (Recurrent, _random(4000, 8, 16, words=4000)),
+    "language": (Language, _random(8000, 8, 32, words=8000)),
+}
+LOOPBACK = "loopback"
+
+
+def world_of(link: str) -> LocalWorld:
+    """Return ranks on this machine, or on emulated hosts such as `4x1@1gbit`."""
+    if link == LOOPBACK:
+        return LocalWorld(ranks=RANKS)
+    emulation = parse_emulation(link)
+    return LocalWorld(ranks=emulation.ranks, emulation=emulation)
+
+
+def accelerated(job: str, rank: int) -> TrainingJob:
+    """Return a rehearsed job."""
+    model, _, faster = job.partition("/")
+    scale = Scale(dilate=1.0 / float(faster), shrink=SMALLER)
+    return make_job(scale.profile(find_profile(model)).compute, rank, SPIN_LESS)
+
+
+def parameters_of(job: str) -> list[nn.Parameter]:
+    """Return the parameters of a job's model, the last ones first, as they become ready."""
+    model = COMPUTED[job][0]() if job in COMPUTED else accelerated(job, 0).model
+    return [*model.parameters()][::-1]
+
+
+class Run:
+    """A model and its batches, the same in every process but for the rank."""
+
+    def __init__(self, job: str) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self._batch: Batch | None = None
+        if job in COMPUTED:
+            make, self._batch = COMPUTED[job]
+            self.model = make()
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        else:
+            rehearsed = accelerated(job, dist.get_rank())
+            self.model, self.optimizer = rehearsed.model, rehearsed.optimizer(rehearsed.model.parameters())
+
+    def loss(self, forward: nn.Module, number: int) -> Tensor:
+        if self._batch is None:
+            alone: Tensor = forward(torch.zeros((), dtype=torch.float64))
+            return alone
+        x, labels = self._batch(torch.Generator().manual_seed(dist.get_world_size() * number + dist.get_rank()))
+        return functional.cross_entropy(forward(x), labels)
+
+    def step(self, forward: nn.Module, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.loss(forward, number).backward()
+        self.optimizer.step()
+
+    def times_us(self, forward: nn.Module, steps: int, begin: int = 0) -> list[float]:
+        times = []
+        for number in range(begin, begin + steps):
+            begun = time.perf_counter()
+            self.step(forward, number)
+            times.append((time.perf_counter() - begun) * 1e6)
+        return times
+
+
+def with_ddp(job: str, steps: int, cap_mib: float | None) -> tuple[list[float], str]:
+    """On one rank: DDP, with its default buckets or of one size; times of steps, and the weights' digest."""
+    run = Run(job)
+    times = run.times_us(DistributedDataParallel(run.model, bucket_cap_mb=cap_mib), steps)
+    return times, weights_sha256(run.model)
+
+
+def swept(job: str, caps_mib: Sequence[float | None], steps: int) -> list[list[float]]:
+    """On one rank: some steps of DDP with buckets of each size."""
+    return [with_ddp(job, steps, cap_mib)[0] for cap_mib in caps_mib]
+
+
+def best_cap(world: LocalWorld, job: str, steps: int = SWEPT_STEPS) -> float | None:
+    """Return DDP's best bucket size in MiB, of some steps with each; None: its default."""
+    sizes = [p.numel() * p.element_size() for p in parameters_of(job)]
+    caps: list[float | None] = [None, *distinct_caps(sizes, [0] * len(sizes), CAPS_MIB)]
+    sweep_us = np.max(run_ranks(world, swept, job, caps, steps), axis=0)
+    return caps[int(np.argmin(np.median(sweep_us[:, 5:], axis=1)))]
+
+
+def ratio_of(ranks: Sequence[tuple[Rounds, Rounds]]) -> tuple[Interval, float, float]:
+    """Return the ratio of the medians of two ways' steps on the slowest rank, and both medians in microseconds."""
+    ours, other = (np.max([one[way] for one in ranks], axis=0) for way in range(2))
+    ours = ours[:, : other.shape[1]]
+    return ratio_interval(ours, other), float(np.median(ours)), float(np.median(other))
