@@ -111,10 +111,12 @@ class Trainer:
         first, second = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer", "")
 
         def flat(name: str) -> Tensor:
-            return torch.cat([
-                (state[name] if state.get(name) is not None else torch.zeros_like(p)).flatten()
-                for state, p in zip(states, self.matrices.values(), strict=True)
-            ])
+            return torch.cat(
+                [
+                    (state[name] if state.get(name) is not None else torch.zeros_like(p)).flatten()
+                    for state, p in zip(states, self.matrices.values(), strict=True)
+                ]
+            )
 
         decay = group["betas"] if second else (group["momentum"], 0.0)
         steps = int(states[0].get("step", 0)) if second else 0

@@ -60,6 +60,8 @@ class Monitor:
         """
         if mode.plan.delay is None:  # else ranks do not wait for each other
             self.arrivals.step_done(self.recorder.steps)
+        if not mode.predicted:  # first steps, of another kind than those that the plan is for
+            return None
         if self.trial is not None and self.trial.verdict is None:
             return self.trial.step_done()
         if self._guard is None or (harmful := self._guard.step_done(step)) is None:
