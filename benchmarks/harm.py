@@ -284,8 +284,9 @@ def _split(pair: Sequence[str], one: Sequence[Record], other: Sequence[Record]) 
     yield ""
     for chosen_on, reported in ((one, other), (other, one)):
         best = max(FIGURES, key=lambda figure: _rank(chosen_on, figure))
-        tasks_of = " and ".join(dict.fromkeys(run["task"] for run in chosen_on))
-        yield f"- chosen on {tasks_of}: {best}; {'passes' if score(chosen_on, reported, best).passes else 'fails'} there"
+        names = " and ".join(dict.fromkeys(run["task"] for run in chosen_on))
+        verdict = "passes" if score(chosen_on, reported, best).passes else "fails"
+        yield f"- chosen on {names}: {best}; {verdict} on the other tasks"
     yield ""
 
 

@@ -131,7 +131,9 @@ class PlanBucket(Record):
         """Return the bucket with all its elements as they are, in a form of the same phases, so that their order
         stands.
         """
-        return self if self.dense else self.sent_by(TORUS_2D if self.transport.hierarchical else LIBRARY, NO_COMPRESSION)
+        return (
+            self if self.dense else self.sent_by(TORUS_2D if self.transport.hierarchical else LIBRARY, NO_COMPRESSION)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +300,11 @@ class Plan(Document):
         """Return the plan of its later steps alone: those that its prediction is for (for measuring)."""
         delay = None if self.delay is None else replace(self.delay, warmup_steps=0)
         return replace(self, from_step=None, delay=delay)
+
+    @property
+    def synchronous(self) -> bool:
+        """Return whether each step ends with the average on all ranks, and each rank updates all weights."""
+        return self.delay is None and self.local_async is None and not self.sharded
 
     @property
     def sharded(self) -> bool:
