@@ -6,6 +6,7 @@ over ranks, summed over elements, over the number of ranks. A window is `WINDOW`
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def energy(values: Tensor) -> float:
 
 def one_minus_cosine(one: Tensor, other: Tensor) -> float:
     """Return 1 − the cosine of the angle between two vectors."""
-    return 1.0 - float(torch.dot(one, other)) / max(TINY, (energy(one) * energy(other)) ** 0.5)
+    return 1.0 - float(torch.dot(one, other)) / max(TINY, math.sqrt(energy(one) * energy(other)))
 
 
 @dataclass

@@ -45,7 +45,7 @@ class AdaptedWarning(UserWarning):
 
 
 class AccuracyWarning(UserWarning):
-    """A lossy bucket had too large a residual for too long and is now sent wider or whole; the text says which."""
+    """A lossy bucket had too large a residual for too long and is sent wider or whole for some time: the text has more."""
 
 
 class CacheWarning(UserWarning):

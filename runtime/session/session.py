@@ -483,7 +483,8 @@ class Session:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue from `state_dict()`, before the first step, with the same plan bit for bit.
 
-        A trial of this plan that was over is not repeated; buckets that went dense begin lossy again. Another plan may
+        A trial of this plan that was over is not repeated; buckets that did harm begin as planned again. A plan with
+        `from_step` continues with the number of the step that was saved. Another plan may
         continue, too: residuals of buckets that it sends in full are sent with the next step. With a delay, load model
         and optimizer first: the session's weights count.
 
