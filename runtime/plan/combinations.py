@@ -41,7 +41,7 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     DELAY: {
         **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
         LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
-        FROM_STEP: "delay has synchronous first steps of its own (warmup_steps)",
+        FROM_STEP: "delay has warmup_steps",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
         SOLVER: "the constraint program models synchronous steps",
     },
