@@ -40,14 +40,14 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     },
     DELAY: {
         **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
-        LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
+        LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts do not follow layers",
         FROM_STEP: "delay has warmup_steps",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
         SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {
         **dict.fromkeys((*_ONLY_DENSE, FROM_STEP), "models are averaged uncompressed"),
-        SHARED_NORMS: "local updaters do not wait for other ranks: each computes all norms itself",
+        SHARED_NORMS: "each local updater computes all norms itself",
         SOLVER: "the constraint program models synchronous steps",
     },
 }
