@@ -422,9 +422,11 @@ class Session:
     def report(self) -> Report:
         """Return predicted and measured times, in µs, of the last steps of this run on this rank."""
         in_run = self._director is not None
-        report = make_report(self.plan, self._recorder, self._world, self.samples, self._mode.sends, in_run=in_run)
+        mode = self._mode  # first steps of another kind have no prediction
+        plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
+        report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         arrivals = self._monitor.arrivals.rows
-        return replace(report, norms=self._norms.report(), step=self._mode.report(), arrivals=arrivals)
+        return replace(report, norms=self._norms.report(), step=mode.report(), arrivals=arrivals)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.

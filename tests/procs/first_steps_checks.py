@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import runtime
 from runtime.errors import PlanMismatch
 from runtime.plan import CompressorSpec, DelaySpec, Plan
+from runtime.plan.predicted import Prediction
 from runtime.session.session import Session
 from runtime.sparse import guard
 
@@ -109,12 +110,15 @@ def switched_first() -> dict[str, bool]:
     train(model, optimizer, range(6))
     results["a switch waits"] = bool(carried(session))
     session.detach()
-    tried = replace(compressed(TOPK), fallback=plan_of(convnet(), 2))
+    said = Prediction(iteration_us=1e3)
+    tried = replace(compressed(TOPK), fallback=plan_of(convnet(), 2), predicted=said)
     model, optimizer, session = attached(tried)
-    accuracies = []
+    accuracies, predicted = [], []
     for step in range(FIRST + 20):
+        predicted.append(session.report().predicted_us)
         train(model, optimizer, range(step, step + 1))
         accuracies.append(session.plan.accuracy)
+    results["nothing is predicted of them"] = predicted[: FIRST + 1] == [None] * FIRST + [1e3]
     # Three steps of the plan are left out, then blocks of five steps alternate: lossy, exact, exact, lossy.
     begins = FIRST + trial_begins()
     results["tried behind them"] = accuracies[:begins] == ["bounded"] * begins and accuracies[begins] == "exact"
