@@ -260,7 +260,7 @@ class Synchronous(Mode):
         super().__init__(plan, host)
         self._exact_until = plan.from_step or 0
         """First step whose buckets are compressed; 0 where a rank has no memory for them."""
-        self._compresses = host.step >= self._exact_until
+        self._compresses = plan.from_step is None or host.step >= plan.from_step
 
     @property
     def synchronous_plan(self) -> Plan:
