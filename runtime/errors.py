@@ -45,7 +45,7 @@ class AdaptedWarning(UserWarning):
 
 
 class AccuracyWarning(UserWarning):
-    """A lossy bucket had too large a residual for too long and is now sent wider or whole; the text says which."""
+    """A lossy bucket had too large a residual for too long and is sent wider or whole for a while, as the text says."""
 
 
 class CacheWarning(UserWarning):

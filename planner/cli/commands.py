@@ -84,6 +84,9 @@ class Lossy:
         "Lossy plans: gradients to send whole, as patterns of names separated by |, besides biases and "
         "normalization layers; with 'none', not those."
     )
+    from_step: int | None = option(
+        "Lossy plans: the first step with compressed buckets; those before it are exact (default: the first one)."
+    )
     max_delay: int | None = option(
         "Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
     )

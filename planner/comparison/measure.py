@@ -295,11 +295,8 @@ class VariantRunner(Runner[BucketVariant]):
                 self.trained.no_sync = nullcontext
                 gc.collect()  # its hooks stay on the parameters until it is gone
         else:
-            plan = variant.plan
-            assert plan is not None
-            if plan.delay is not None:  # the synchronous steps that its run begins with are not measured
-                plan = replace(plan, delay=replace(plan.delay, warmup_steps=0))
-            session = self._attach(optimizer, plan)
+            assert variant.plan is not None
+            session = self._attach(optimizer, variant.plan.without_first_steps())
             self.trained.no_sync = session.no_sync
             try:
                 yield self.model

@@ -52,6 +52,7 @@ def optimize(
     max_ratio: float | None = None,
     max_rank: int | None = None,
     protect: str | None = None,
+    from_step: int | None = None,
     max_delay: int | None = None,
     max_memory_mib: float | None = None,
 ) -> Plan:
@@ -80,6 +81,8 @@ def optimize(
         max_rank: for lossy plans, the largest rank of such a product; default: 4.
         protect: for lossy plans, patterns of names of gradients that are sent whole, separated by `|`, besides biases
             and normalization layers; with `none` among them, those are not protected.
+        from_step: for lossy plans, the first step with compressed buckets: those before it are exact, in the same
+            buckets. Default: the first one. With a delay, which has such steps of its own, it changes nothing.
         max_delay: for relaxed plans, the largest k, the number of steps from one pull of new weights to the next;
             default: 4.
         max_memory_mib: memory of a rank for weights, gradients, the optimizer's state and activations; where that is
@@ -125,7 +128,22 @@ def decide(request: Request) -> Plan:
         own_us = plan.predicted.iteration_us if plan.predicted else 0.0
         own_us -= batch_prep_us(problem) if describe(plan).makes_batches else 0.0
         plan = replace(plan, notes=(*plan.notes, *sharded.gain_note(problem, step, own_us)))
-    return replace(plan, loading=problem.profile.loading)
+    plan = replace(plan, loading=problem.profile.loading)
+    return plan if request.from_step is None else _with_first_steps(request.from_step, plan)
+
+
+def _with_first_steps(from_step: int, plan: Plan) -> Plan:
+    """Return the plan with exact first steps, and so its alternatives, where they compress synchronous steps."""
+
+    def changed(one: Plan) -> Plan:
+        return replace(one, from_step=from_step) if one.compresses and one.synchronous else one
+
+    if plan.alternatives is not None:
+        plan = replace(plan, alternatives={name: changed(each) for name, each in plan.alternatives.items()})
+    if changed(plan) is not plan:
+        return changed(plan)
+    unused = f"--from-step {from_step} changes nothing: no synchronous step of the plan is compressed"
+    return replace(plan, notes=(*plan.notes, unused))
 
 
 def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | None]:

@@ -19,7 +19,7 @@ from planner.ir import ACCURACIES, Schedule
 from planner.model.codecs import LowRank, TopK
 from planner.model.compression import check_max_ratio
 from planner.model.problem import Problem, make_problem
-from planner.passes.base import Pass
+from planner.passes.base import Pass, check_count
 from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import DEFAULT_COMPRESS, Joint, check_compress, check_max_rank
 from planner.passes.late_gather import LateGathers
@@ -31,11 +31,15 @@ from runtime.pages import page
 from runtime.plan import Accuracy
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, INTERFACES, LATE_GATHER, SHARDED_STEP, granted, name_problem
 
+MAX_STEPS = 10**9
+"""More steps than any run has."""
+
 LOSSY_OPTIONS: dict[str, tuple[Accuracy, Callable[[Any], object]]] = {
     "compress": ("bounded", check_compress),
     "max_ratio": ("bounded", check_max_ratio),
     "max_rank": ("bounded", check_max_rank),
     "protect": ("bounded", str),
+    "from_step": ("bounded", lambda step: check_count(step, "--from-step", "steps", MAX_STEPS)),
     "max_delay": ("relaxed", check_max_delay),
 }
 """Options for lossy passes: the class of plan that each is about, and its check."""
@@ -64,6 +68,7 @@ class Request:
     max_ratio: float | None = None
     max_rank: int | None = None
     protect: str | None = None
+    from_step: int | None = None
     max_delay: int | None = None
     max_memory_mib: float | None = None
     given: Schedule | None = None

@@ -141,7 +141,8 @@ def replan(
             trial = session._monitor.trial
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
             allowed = plan_of_run.interfaces if allow is None else allow
-            found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
+            first = plan_of_run.from_step
+            found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed, from_step=first)
             return replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"

@@ -69,7 +69,7 @@ def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
 
 
 _SHOWN_APART = FOR_READERS | {
-    "schema", "model", "world", "accuracy", "interface", "buckets", "fallback", "phase_order", "updates"
+    "schema", "model", "world", "accuracy", "interface", "from_step", "buckets", "fallback", "phase_order", "updates"
 }  # fmt: skip
 """Fields of a plan that are no record with the options of a mode."""
 
@@ -77,7 +77,7 @@ _SHOWN_APART = FOR_READERS | {
 def _options(plan: Plan) -> Iterator[Mapping[str, Any]]:
     """Yield what a plan says of its execution besides buckets, by name, in groups."""
     named = {"model": plan.model.fingerprint, **vars(plan.world)}
-    yield named | {"accuracy": plan.accuracy, "interface": plan.interface}
+    yield named | {"accuracy": plan.accuracy, "interface": plan.interface, "from_step": plan.from_step}
     records = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in _SHOWN_APART}
     updates = plan.updates
     records |= {"updates.norms": updates and updates.norms, "updates.step": updates and updates.step}

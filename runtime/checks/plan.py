@@ -256,6 +256,11 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
                 how = f"is sent by {bucket.transport} with the compressor {spec.name!r}"
                 how = "selects by layer" if feature == combinations.LAYER_SELECTION else how
                 return f"bucket {index} {how}, but {against[feature]}; expected {forms}: {HINT}"
+    if plan.from_step is not None and combinations.FROM_STEP in against:
+        reason = against[combinations.FROM_STEP]
+        return (
+            f"the plan's from_step: found {plan.from_step} with {mode.what}, but {reason}; expected none: take it out"
+        )
     shares = plan.updates.norms.shares if plan.updates and plan.updates.norms else None
     if shares is None:
         return None

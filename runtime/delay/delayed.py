@@ -40,7 +40,7 @@ from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
-from runtime.plan import HINT, NO_COMPRESSION, Plan
+from runtime.plan import HINT, Plan
 from runtime.plan.combinations import DELAY
 from runtime.torch_compat import is_out_of_memory
 
@@ -135,11 +135,8 @@ class Delayed(Mode, StepHooks):
     @property
     def synchronous_plan(self) -> Plan:
         """See `Mode.synchronous_plan`: all buckets dense."""
-        dense = tuple(
-            replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
-            for bucket in self.plan.buckets
-        )
-        return replace(self.plan, delay=None, buckets=dense)
+        buckets = tuple(bucket.uncompressed() for bucket in self.plan.buckets)
+        return replace(self.plan, delay=None, buckets=buckets)
 
     def __init__(self, plan: Plan, host: Host) -> None:
         """Make a group of its own, whose messages cross nobody else's; all ranks call this."""

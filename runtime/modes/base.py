@@ -16,18 +16,19 @@ from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of, has_phases
 from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
-from runtime.comm.world import World
+from runtime.comm.world import World, first_line
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import Exchange
 from runtime.core.options import AttachOptions
-from runtime.errors import InputError
+from runtime.errors import FallbackWarning, InputError
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.step_report import StepReport
 from runtime.plan import Plan
 from runtime.plan.combinations import SYNCHRONOUS
 from runtime.sparse.layout import make_buckets
 from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
+from runtime.torch_compat import is_out_of_memory
 
 
 class Host(Protocol):
@@ -215,10 +216,15 @@ class Mode:
         shapes = {name: parameter.shape for name, parameter in self.host.parameters.items()}
         carried = state_of_rank(state, self.host.world.rank, self.host.world.ranks, shapes)
         given = [state] if isinstance(state, dict) else state
+        step: int = given[0].get("step", self.host.step)
+        self.resume_at(step)
         if saved := [one["weights"] for one in given if one.get("weights")]:
             self.take_weights(saved)
         self.host.exchange.carried.load_state(carried, self.host.parameters)
-        return self.host.step
+        return step
+
+    def resume_at(self, step: int) -> None:
+        """Prepare to continue a run whose next step has this number; all ranks call this between two steps."""
 
     def take_weights(self, saved: Sequence[dict[str, Any]]) -> None:
         """Continue with the weights before rounding that a state has, or those of all ranks. Raises InputError."""
@@ -243,9 +249,59 @@ class Mode:
 
 
 class Synchronous(Mode):
-    """Every `.grad` is the average over ranks, to which some buckets may send a part alone."""
+    """Every `.grad` is the average over ranks, to which some buckets may send a part alone.
+
+    Before the plan's `from_step` all buckets are sent as they are; from then on they are those of the plan.
+    """
 
     name = SYNCHRONOUS
+
+    def __init__(self, plan: Plan, host: Host) -> None:
+        super().__init__(plan, host)
+        self._exact_until = plan.from_step or 0
+        """First step whose buckets are compressed; 0 where a rank has no memory for them."""
+        self._compresses = plan.from_step is None or host.step >= plan.from_step
+
+    @property
+    def synchronous_plan(self) -> Plan:
+        return self.plan if self._compresses else self.plan.uncompressed()
+
+    @property
+    def predicted(self) -> bool:
+        return self._compresses
+
+    def begin(self, exchange: Exchange) -> None:
+        self.go_on()  # a run may switch to the plan behind its exact steps
+
+    def go_on(self) -> None:
+        """See `Mode.go_on`: steps are compressed from `from_step` on, if all ranks have memory for it."""
+        if self._compresses or self.host.step < self._exact_until:
+            return
+        exchange, problem = None, None
+        self._compresses = True
+        try:
+            exchange = self.make_exchange()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = first_line(error)
+        problems = [one for one in self.host.world.gather(problem, "beginning to compress") if one]
+        if problems or exchange is None:
+            self.host.world.warn(f"steps stay exact: no memory to compress buckets ({problems[0]})", FallbackWarning)
+            self.plan, self._exact_until = self.plan.uncompressed(), 0
+            return
+        self.host.put(exchange)
+
+    def state(self) -> dict[str, Any]:
+        """See `Mode.state`; with the number of the step where the plan depends on it."""
+        return super().state() | ({"step": self.host.step} if self.plan.from_step is not None else {})
+
+    def resume_at(self, step: int) -> None:
+        """See `Mode.resume_at`: in the buckets of that step."""
+        compresses = step >= self._exact_until
+        if compresses is not self._compresses:
+            self._compresses = compresses
+            self.host.put(self.make_exchange())
 
 
 def check_one_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], why_one: str) -> str | None:

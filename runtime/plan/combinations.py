@@ -11,8 +11,8 @@ from runtime.plan.transports import Transport
 
 SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
 
-TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
-    "topology", "selection", "layer_selection", "wire", "low_rank", "shared_norms", "solver"
+TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, FROM_STEP, SHARED_NORMS, SOLVER = (
+    "topology", "selection", "layer_selection", "wire", "low_rank", "from_step", "shared_norms", "solver"
 )  # fmt: skip
 
 FEATURES: Mapping[str, str] = {
@@ -21,6 +21,7 @@ FEATURES: Mapping[str, str] = {
     LAYER_SELECTION: "sparse buckets with a k for each layer",
     WIRE: "quantized buckets",
     LOW_RANK: "low-rank buckets (PowerSGD)",
+    FROM_STEP: "exact first steps (`from_step`)",
     SHARED_NORMS: "distributed layer norms (LARS, LAMB)",
     SOLVER: "a CP-SAT certificate of an exact schedule (`--solver cpsat`)",
 }
@@ -30,20 +31,23 @@ _ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK)
 COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SYNCHRONOUS: {},
     SHARDED: {
-        **dict.fromkeys(_ONLY_DENSE, "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"),
+        **dict.fromkeys(
+            (*_ONLY_DENSE, FROM_STEP), "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"
+        ),
         SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step (ZeRO-1) each rank has a part",
         SOLVER: "the constraint program models all-reduces, not the sharded optimizer step "
         "(leave out --allow sharded-step)",
     },
     DELAY: {
         **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
-        LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
+        LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts do not follow layers",
+        FROM_STEP: "delay has warmup_steps",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
         SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {
-        **dict.fromkeys(_ONLY_DENSE, "models are averaged uncompressed"),
-        SHARED_NORMS: "local updaters do not wait for other ranks: each computes all norms itself",
+        **dict.fromkeys((*_ONLY_DENSE, FROM_STEP), "models are averaged uncompressed"),
+        SHARED_NORMS: "each local updater computes all norms itself",
         SOLVER: "the constraint program models synchronous steps",
     },
 }

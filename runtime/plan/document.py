@@ -30,7 +30,7 @@ from runtime.plan.predicted import (
     UpdatersPoint,
 )
 from runtime.plan.strict_json import Count, Document, Name, PositiveCount, PredictedUs, Ranks, Record, repeated_item
-from runtime.plan.transports import Transport, transport_of
+from runtime.plan.transports import LIBRARY, TORUS_2D, Transport, transport_of
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
@@ -126,6 +126,14 @@ class PlanBucket(Record):
     def sent_by(self, transport: Transport, compressor: CompressorSpec) -> PlanBucket:
         """Return the bucket, sent by another transport and compressor."""
         return replace(self, collective=transport.collective, algorithm=transport.algorithm, compressor=compressor)
+
+    def uncompressed(self) -> PlanBucket:
+        """Return the bucket with all its elements as they are, in a form of the same phases, so that their order
+        stands.
+        """
+        return (
+            self if self.dense else self.sent_by(TORUS_2D if self.transport.hierarchical else LIBRARY, NO_COMPRESSION)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +249,9 @@ class Plan(Document):
     line that works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
     buckets: Annotated[tuple[PlanBucket, ...], Field(max_length=MAX_BUCKETS)]
     """Buckets; at least one, but none in a plan for FSDP2."""
+    from_step: PositiveCount | None = None
+    """First step of the run with compressed buckets, as `Session.step` counts; those before it are exact, in the same
+    buckets. None: all steps are compressed."""
     fsdp2: FullyShardPlan | None = None
     """Wrapping for `planner.fully_shard`, in place of buckets."""
     delay: DelaySpec | None = None
@@ -276,6 +287,26 @@ class Plan(Document):
         return tuple(name for bucket in self.buckets for name in bucket.gradients)
 
     @property
+    def compresses(self) -> bool:
+        """Return whether a bucket is compressed."""
+        return not all(bucket.dense for bucket in self.buckets)
+
+    def uncompressed(self) -> Plan:
+        """Return the exact plan of the same buckets, without a prediction."""
+        buckets = tuple(bucket.uncompressed() for bucket in self.buckets)
+        return replace(self, accuracy="exact", buckets=buckets, from_step=None, fallback=None, predicted=None)
+
+    def without_first_steps(self) -> Plan:
+        """Return the plan of its later steps alone: those that its prediction is for (for measuring)."""
+        delay = None if self.delay is None else replace(self.delay, warmup_steps=0)
+        return replace(self, from_step=None, delay=delay)
+
+    @property
+    def synchronous(self) -> bool:
+        """Return whether each step ends with the average on all ranks, and each rank updates all weights."""
+        return self.delay is None and self.local_async is None and not self.sharded
+
+    @property
     def sharded(self) -> bool:
         """Return whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
@@ -305,6 +336,7 @@ class Plan(Document):
             path: JSON path of the plan, which the message begins with.
         """
         problem = interface_problem(self, path) or gathers_problem(self, path) or _buckets_problem(self, path)
+        problem = problem or _from_step_problem(self, path)
         if problem is not None or self.local_async is None:
             return problem
         return blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks")
@@ -316,7 +348,7 @@ class Plan(Document):
         document.setdefault("local_async", None)
         if not self.notes:
             document.pop("notes", None)
-        order = ("schema", "model", "world", "accuracy", "interface", "notes", "buckets", "fsdp2", "delay")
+        order = ("schema", "model", "world", "accuracy", "interface", "notes", "from_step", "buckets", "fsdp2", "delay")
         return {key: document[key] for key in (*order, "local_async", *document) if key in document}
 
     def digest(self) -> str:
@@ -364,6 +396,17 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
     """Raise InputError where a plan is for FSDP2, and what is asked of it is about buckets; `where` names the plan."""
     if plan.fsdp2 is not None:
         raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")
+
+
+def _from_step_problem(plan: Plan, path: str) -> str | None:
+    """Return why `from_step` means nothing in a plan; None if it does, or if there is none."""
+    if plan.from_step is None or (plan.compresses and plan.accuracy != "exact"):
+        return None
+    what = "an exact plan" if plan.accuracy == "exact" else "a plan that compresses no bucket"
+    return (
+        f"{path}.from_step: found {plan.from_step} in {what}, whose steps are all alike; expected it in a plan with "
+        f"compressed buckets: take it out, or plan with --accuracy bounded"
+    )
 
 
 def _buckets_problem(plan: Plan, path: str) -> str | None:

@@ -73,7 +73,7 @@ def attach(
             when the scale changes, and what a delay pushes is unscaled. Not needed for exact plans.
         guard: of lossy plans. In the first steps alternate with the exact plan (`fallback`), and keep that if the lossy
             plan is not faster (`runtime.FallbackWarning`); later sample the residuals of buckets, and send those
-            with too large ones in a wider format, or whole; with a delay, shorten it where ranks'
+            with too large ones in a wider format, or whole, for some time; with a delay, shorten it where ranks'
             weights are too far from each other (`runtime.AccuracyWarning`), and end it where it is not faster than the
             warm-up.
         mesh: for plans with hierarchical collectives: the ranks as rows of nodes, the same on every rank, such

@@ -16,7 +16,7 @@ from runtime.monitor.drift import DriftGuard
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.trial import Trial
 from runtime.plan import Plan
-from runtime.sparse.guard import Guard
+from runtime.sparse.guard import Guard, RelaxedBuckets
 from runtime.sparse.samples import Sampled
 
 
@@ -35,6 +35,9 @@ class Monitor:
         self.tried: str | None = None
         """Digest of the plan that was tried by the run that this one continues."""
         self._guard: Guard | None = None
+        self._relaxed = RelaxedBuckets()
+        self._following: Plan | None = None
+        """Plan with another form of a bucket, which takes the place of the present one."""
         self.try_plan(plan)
 
     def try_plan(self, plan: Plan) -> None:
@@ -45,6 +48,8 @@ class Monitor:
 
     def begin(self, mode: Mode, exchange: Exchange) -> None:
         """Record steps anew: another exchange is in place."""
+        if mode.plan != self._following:  # what is known of buckets is of another plan
+            self._relaxed = RelaxedBuckets()
         self.recorder.restart(len(mode.plan.buckets), len(mode.plan.gradients))
         self.arrivals.restart()
         self.drift.begin(mode.plan if self._warns and mode.predicted else None)
@@ -60,15 +65,28 @@ class Monitor:
         """
         if mode.plan.delay is None:  # else ranks do not wait for each other
             self.arrivals.step_done(self.recorder.steps)
+        if not mode.predicted:  # first steps, of another kind than those that the plan is for
+            return None
         if self.trial is not None and self.trial.verdict is None:
             return self.trial.step_done()
-        if self._guard is None or (harmful := self._guard.step_done(step)) is None:
+        if (change := self._change_of_bucket(mode.plan, step)) is None:
             return None
-        following = self._guard.relax_bucket(mode.plan, harmful)
-        if not mode.send_as(harmful.bucket.index, following):
+        index, following = change
+        if not mode.send_as(index, following):
+            self._following = following
             return following
         self._watch(exchange)
         return None
+
+    def _change_of_bucket(self, plan: Plan, step: int) -> tuple[int, Plan] | None:
+        """Return a bucket that is to be sent otherwise and the plan with it: one that does harm, or one whose harm is
+        long ago.
+        """
+        if self._guard is not None and (harmful := self._guard.step_done(step)) is not None:
+            index = harmful.bucket.index
+            wait_steps = self._relaxed.relax(index, plan.buckets[index], step)
+            return index, self._guard.relax_bucket(plan, harmful, wait_steps)
+        return self._relaxed.restore(plan, step)
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:

@@ -422,9 +422,11 @@ class Session:
     def report(self) -> Report:
         """Return predicted and measured times, in µs, of the last steps of this run on this rank."""
         in_run = self._director is not None
-        report = make_report(self.plan, self._recorder, self._world, self.samples, self._mode.sends, in_run=in_run)
+        mode = self._mode  # first steps of another kind have no prediction
+        plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
+        report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         arrivals = self._monitor.arrivals.rows
-        return replace(report, norms=self._norms.report(), step=self._mode.report(), arrivals=arrivals)
+        return replace(report, norms=self._norms.report(), step=mode.report(), arrivals=arrivals)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.
@@ -483,7 +485,8 @@ class Session:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue from `state_dict()`, before the first step, with the same plan bit for bit.
 
-        A trial of this plan that was over is not repeated; buckets that went dense begin lossy again. Another plan may
+        A trial of this plan that was over is not repeated; buckets that did harm begin as planned again. A plan with
+        `from_step` continues with the number of the step that was saved. Another plan may
         continue, too: residuals of buckets that it sends in full are sent with the next step. With a delay, load model
         and optimizer first: the session's weights count.
 

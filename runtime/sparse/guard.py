@@ -2,20 +2,21 @@
 
 Now and then, one bucket after the other, ranks look together at what a bucket has not sent; what they look at, and
 what is too much, is the bucket's own affair (`runtime.sparse.samples`). A bucket that does harm several times in a row
-is sent otherwise from then on: in a wider format, or whole. All ranks see the same sums, and rank 0's figures count, so
-that all decide alike.
+is sent otherwise: in a wider format, or whole. All ranks see the same sums, and rank 0's figures count, so that all
+decide alike. After a number of steps, which all ranks count, the bucket is compressed as planned again; each time that
+it does harm soon after that, it waits twice as long.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from runtime.comm.world import World
 from runtime.errors import AccuracyWarning
 from runtime.monitor.clock import Clock
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanBucket
 from runtime.sparse.samples import Sampled, Watched
 
 FIRST_STEP = 10
@@ -25,6 +26,62 @@ COST = 0.005
 FEWEST_STEPS = 20
 SAMPLES_IN_A_ROW = 3
 """Number of consecutive harmful samples of a bucket that are too many."""
+FIRST_WAIT_STEPS = 1000
+"""Steps until a bucket that did harm is compressed as planned again: several times what it takes to find the harm."""
+
+
+@dataclass
+class _Relaxed:
+    """A bucket that did harm."""
+
+    planned: PlanBucket
+    wait_steps: int
+    """Steps from harm to the next trial of what is planned."""
+    step: int
+    """Step at which its form changed last."""
+    restored: bool = False
+    """Whether it is compressed as planned again."""
+
+
+class RelaxedBuckets:
+    """Buckets of one plan that did harm: what was planned, and when it is tried again. Alike on all ranks, for it
+    depends on the guard's findings and on numbers of steps alone.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Relaxed] = {}
+
+    def relax(self, index: int, present: PlanBucket, step: int) -> int:
+        """Note that a bucket did harm at a step; return after how many steps it is compressed as planned again.
+
+        Args:
+            index: of the bucket in the plan.
+            present: how it has been sent.
+            step: number of the step.
+        """
+        found = self._found.get(index)
+        if found is None:
+            found = self._found[index] = _Relaxed(present, FIRST_WAIT_STEPS, step)
+        elif found.restored:
+            soon = step - found.step < found.wait_steps
+            found.wait_steps = 2 * found.wait_steps if soon else FIRST_WAIT_STEPS
+        found.step, found.restored = step, False
+        return found.wait_steps
+
+    def restore(self, plan: Plan, step: int) -> tuple[int, Plan] | None:
+        """Return a bucket whose wait is over and the plan with it as it was planned; None if there is none. Each is
+        returned once.
+        """
+        for index, found in self._found.items():
+            if not found.restored and step - found.step >= found.wait_steps:
+                found.step, found.restored = step, True
+                return index, with_bucket(plan, index, found.planned)
+        return None
+
+
+def with_bucket(plan: Plan, index: int, bucket: PlanBucket) -> Plan:
+    """Return the plan with another bucket in one place."""
+    return replace(plan, buckets=(*plan.buckets[:index], bucket, *plan.buckets[index + 1 :]))
 
 
 class Guard:
@@ -75,15 +132,15 @@ class Guard:
         last = found[-SAMPLES_IN_A_ROW:]
         return watched if len(last) == SAMPLES_IN_A_ROW and all(sample.harmful for sample in last) else None
 
-    def relax_bucket(self, plan: Plan, harmful: Watched) -> Plan:
-        """Return the plan with one bucket that is sent otherwise; warns."""
+    def relax_bucket(self, plan: Plan, harmful: Watched, wait_steps: int) -> Plan:
+        """Return the plan with one bucket that is sent otherwise for `wait_steps`; warns."""
         index = harmful.bucket.index
         bucket, samples = plan.buckets[index], self.samples[index][-SAMPLES_IN_A_ROW:]
         following, now = harmful.relaxed_bucket(bucket)
         violation = harmful.describe_violation(samples)
         self._world.warn(
             f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) {violation}: from now on {now}, and "
-            f"steps are longer than predicted",
+            f"steps are longer than predicted; after {wait_steps} steps it is compressed as planned again",
             AccuracyWarning,
         )
-        return replace(plan, buckets=(*plan.buckets[:index], following, *plan.buckets[index + 1 :]))
+        return with_bucket(plan, index, following)

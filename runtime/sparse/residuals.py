@@ -220,10 +220,13 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     good = (
         isinstance(one, dict)
-        and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried", "weights"}
+        and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried", "weights", "step"}
         and isinstance(carried, dict)
         and (not carried or ("rank" in one and set(carried) - {"starts"} == {"residuals", "steps", "loss_scale"}))
-        and all(isinstance(number, int) for number in (one["ranks"], one.get("rank", 0), carried.get("steps", 0)))
+        and all(
+            isinstance(number, int)
+            for number in (one["ranks"], one.get("rank", 0), one.get("step", 0), carried.get("steps", 0))
+        )
         and all(isinstance(carried.get(parts, {}), dict) for parts in ("residuals", "starts"))
         and all(
             isinstance(part, Tensor) for parts in ("residuals", "starts") for part in carried.get(parts, {}).values()

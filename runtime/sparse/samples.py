@@ -33,7 +33,6 @@ from torch import Tensor
 
 from runtime.core.buckets import BucketBuffer
 from runtime.plan import NO_COMPRESSION, PlanBucket
-from runtime.plan.transports import LIBRARY, TORUS_2D
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.wire import wider
 from runtime.torch_compat import queued_to
@@ -82,11 +81,6 @@ class Watched(Protocol):
     def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         """Return how a harmful bucket is sent from now on, with as many phases, and say so ("it …")."""
         ...
-
-
-def whole(planned: PlanBucket) -> PlanBucket:
-    """Return the bucket with all its elements as they are, in a form of the same phases, so that their order stands."""
-    return planned.sent_by(TORUS_2D if planned.transport.hierarchical else LIBRARY, NO_COMPRESSION)
 
 
 SENDS_EVERYTHING = "it sends everything"
@@ -164,7 +158,7 @@ class Selecting:
         return f"leaves more behind than random choice would (δ {values}, expected at most {samples[-1].limit:g})"
 
     def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
-        return whole(planned), SENDS_EVERYTHING
+        return planned.uncompressed(), SENDS_EVERYTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,5 +259,5 @@ class Rounding:
     def relaxed_bucket(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
         spec = wider(planned.compressor)
         if spec == NO_COMPRESSION:
-            return whole(planned), SENDS_EVERYTHING
+            return planned.uncompressed(), SENDS_EVERYTHING
         return replace(planned, compressor=spec), f"it is sent as {spec.dtype}"

@@ -149,8 +149,8 @@ class LowRank(CodecModel):
             f"{pluralize(len(buckets), 'bucket')} of rank {ranks}: {mib(int(problem.size_bytes[members].sum()))} of "
             f"gradients travel as {mib(WIDE_BYTES * sent)} of factors",
             "low rank may cost much of the loss, and nothing watches that: small models of ours lost 3 to 25 % at rank "
-            f"4, more at rank 1, from the first step on ({page('results/narrow-accuracy')}); train first steps with "
-            "the fallback, go over by session.switch, and compare; --compress wire leaves it out",
+            f"4, more at rank 1, from the first step on ({page('results/narrow-accuracy')}); make first steps exact "
+            "by --from-step, and compare; --compress wire leaves it out",
             *unmeasured("making factors", "low_rank", sources),
         ]
 

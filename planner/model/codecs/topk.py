@@ -222,8 +222,8 @@ class TopK(CodecModel):
         sent_bytes = SELECTED_BYTES * sum(codec.sent_elements(problem, bucket) for codec, bucket in codecs)
         largest = max(codec.ratio(problem, bucket) for codec, bucket in codecs)
         notes = [
-            "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and "
-            f"go over by session.switch ({page('concepts/compression')})",
+            "what is held back is learnt late, and costs most in the first steps: --from-step makes those exact "
+            f"({page('concepts/compression')})",
             f"{pluralize(len(buckets), 'sparse bucket')} of {len(schedule.buckets)}: "
             f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
             f"and indices from each rank; largest ratio {largest:,.4g}",

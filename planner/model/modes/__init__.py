@@ -88,4 +88,4 @@ def best_of(
 def describe(plan: Plan) -> PlanWords:
     """Return what the mode that a plan asks for says of it."""
     said = (model.describe(plan) for model in MODES.values() if model is not synchronous)
-    return next(filter(None, said), PlanWords())
+    return next(filter(None, said), synchronous.describe(plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.documents.text import ms
+from planner.documents.text import ms, pluralize
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import codec_of
 from planner.model.engine import run
@@ -95,8 +95,15 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> PlanWords:
-    """Return an empty description."""
-    return PlanWords()
+    """Return the description of exact first steps; an empty one without them."""
+    if plan.from_step is None:
+        return PlanWords()
+    first = pluralize(plan.from_step, "exact step")
+    return PlanWords(
+        line=f"{first} first, in the same buckets; the prediction is of those after them",
+        paragraph=f"The run begins with {first} in the same buckets, uncompressed. Prediction and time line are of the "
+        f"steps after them.",
+    )
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:

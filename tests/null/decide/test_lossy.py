@@ -329,6 +329,24 @@ def test_lossy_options_are_for_lossy_plans() -> None:
         optimize(usual_profile(), accuracy="bounded", max_ratio=float("inf"))
 
 
+def test_exact_first_steps_are_written_only_where_asked_and_where_steps_are_compressed() -> None:
+    plain = optimize(usual_profile(), slow(), accuracy="bounded")
+    assert plain.compresses
+    assert "from_step" not in written(plain)
+    plan = optimize(usual_profile(), slow(), accuracy="bounded", from_step=500)
+    assert plan.from_step == 500
+    assert "500 exact steps first" in printed(plan)
+    assert parse_plan(json.loads(written(plan))) == plan
+    assert plan.uncompressed().buckets != plan.buckets
+    whole = optimize(usual_profile(), slow(), accuracy="bounded", compress="none", from_step=500)
+    assert whole.from_step is None
+    assert "--from-step 500 changes nothing" in " ".join(whole.notes)
+    with pytest.raises(InputError, match="--accuracy exact: found --from-step"):
+        optimize(usual_profile(), slow(), from_step=500)
+    with pytest.raises(InputError, match="--from-step: found 0, expected a whole number of steps"):
+        optimize(usual_profile(), slow(), accuracy="bounded", from_step=0)
+
+
 def test_protected_gradients_travel_whole() -> None:
     free = optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse")
     kept = optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse", protect="g3|g5")

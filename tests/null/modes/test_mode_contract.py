@@ -55,9 +55,10 @@ HAS: dict[str, Any] = {
     "layer_selection": replace(SPARSE, compressor=replace(TOPK, scope="layer")),
     "wire": replace(BUCKET, compressor=CompressorSpec(name="wire", dtype="bfloat16")),
     "low_rank": replace(BUCKET, compressor=CompressorSpec(name="powersgd", rank=1)),
+    "from_step": 100,
     "shared_norms": NormPlan(shares=(NAMES[:2], NAMES[2:])),
 }
-"""Feature → the bucket, or the norms, of a plan that has it."""
+"""Feature → the bucket, the norms or the first compressed step of a plan that has it."""
 PLANNING_ALONE = {"solver"}
 """Features of no plan."""
 
@@ -76,6 +77,8 @@ def plan_of(asks: dict[str, Any], feature: str | None = None) -> Plan:
     has = HAS[feature]
     if isinstance(has, PlanBucket):
         return replace(plan, buckets=(has,))
+    if isinstance(has, int):
+        return replace(plan, from_step=has)
     return replace(plan, updates=replace(plan.updates or UpdatePlan(), norms=has))
 
 

@@ -286,6 +286,23 @@ def test_contract_plan_options() -> None:
         assert plan.buckets[0].compressor == CompressorSpec(**compressor)
 
 
+def test_exact_first_steps_need_a_bucket_that_is_compressed_later() -> None:
+    document = sound("plan") | {"accuracy": "bounded", "from_step": 100}
+    narrow = json.loads(contract_examples.COMPRESSORS[0])
+    buckets = [{**bucket, "compressor": narrow} for bucket in document["buckets"]]
+    plan = parse_plan({**document, "buckets": buckets})
+    assert (plan.from_step, plan.to_document()["from_step"]) == (100, 100)
+    whole = plan.uncompressed()
+    assert (whole.accuracy, whole.from_step, whole.compresses) == ("exact", None, False)
+    assert whole.gradients == plan.gradients
+    with pytest.raises(InputError, match=r"from_step: found 100 in a plan that compresses no bucket.*take it out"):
+        parse_plan(document)
+    with pytest.raises(InputError, match=r"from_step: found 100 in an exact plan.*--accuracy bounded"):
+        parse_plan({**document, "accuracy": "exact", "buckets": buckets})
+    with pytest.raises(InputError, match=r"from_step: found 0"):
+        parse_plan({**document, "from_step": 0, "buckets": buckets})
+
+
 def test_blocks_may_name_their_gradients_in_any_order() -> None:
     blocks = [["b", "a"], ["c"]]
     plan = parse_plan({**sound("plan"), "local_async": {"updaters": 4, "blocks": blocks}})
