@@ -38,6 +38,14 @@ class Trained:
         """Return the optimizer of the block that begins."""
         raise NotImplementedError
 
+    def prepare(self, number: int) -> str:
+        """Make what a step needs before it is timed, and return a digest of its batch; empty if it is not known."""
+        return ""
+
+    def metric(self) -> float | None:
+        """Return the evaluation metric of the model; None if there is none."""
+        return None
+
     def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
         """Make one step and return its loss, if it is known.
 

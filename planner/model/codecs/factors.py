@@ -73,6 +73,10 @@ class LowRank(CodecModel):
     def spec(self, problem: Problem, bucket: Bucket) -> CompressorSpec:
         return CompressorSpec(name=self.name, rank=self.rank)
 
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Codec:
+        return cls(spec.rank or 1)
+
     def ratio(self, problem: Problem, bucket: Bucket) -> float:
         return max((1.0 / density for density in self._each(problem, bucket)), default=1.0)
 

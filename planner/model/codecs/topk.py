@@ -112,6 +112,12 @@ class TopK(CodecModel):
         select, unpack = problem.selection_cost(transport), problem.selection_cost(transport, "unpack")
         return Spending(messages, float(select(dense_bytes, density)), float(unpack(dense_bytes, density)))
 
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Codec:
+        if spec.k is not None:
+            return cls.of_layers(tuple(spec.k.values()))
+        return cls(max(1, int((spec.density or 1.0) * cls()._selected_from(problem, bucket))))
+
     def spec(self, problem: Problem, bucket: Bucket) -> CompressorSpec:
         """Return the density, or k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
         if self.ks is None:

@@ -69,6 +69,10 @@ class Wire(CodecModel):
         links = "inter" if bucket.transport.hierarchical else None
         return CompressorSpec(name=self.name, dtype=self.dtype, links=links)
 
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Codec:
+        return cls(str(spec.dtype))
+
     def ratio(self, problem: Problem, bucket: Bucket) -> float:
         return ratio_of(self.dtype)
 
