@@ -13,7 +13,7 @@ from planner.cli.options import Flags, printed_json, split_names
 from planner.comparison.learned import Learn, Learned, make_contestants, named_plans, predicted_on, summarize_learned
 from planner.comparison.learning import learn_rank
 from planner.comparison.measure import compare_rank
-from planner.comparison.picture import picture_text
+from planner.comparison.picture import curves_text, picture_text
 from planner.comparison.report import Comparison, comparison_table, first_lines, last_lines, summarize
 from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
 from planner.comparison.variants import Rounds, make_lineup
@@ -26,7 +26,7 @@ from planner.jobs.world import choose_device, on_ranks, on_ranks_of_script, plan
 from planner.model.problem import make_problem
 from planner.report.files import check_writable
 from planner.report.listing import print_tables
-from runtime.errors import CheckFailed, PlanMismatch
+from runtime.errors import CheckFailed, InputError, PlanMismatch
 from runtime.plan import Plan, check_has_buckets, load_plan
 from runtime.plan.files import write_text
 
@@ -73,7 +73,11 @@ def echo_lines(lines: Sequence[str]) -> None:
 def draw(comparison: Comparison, title: str, path: str | None) -> None:
     """Write the page of a comparison, if its path is given."""
     if path is not None:
-        write_text(path, picture_text(comparison, title, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
+        measured = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        if isinstance(comparison, Learned):
+            write_text(path, curves_text(comparison, title, measured))
+        else:
+            write_text(path, picture_text(comparison, title, measured))
 
 
 def _learn(asked: Compare) -> Learn | None:
@@ -96,11 +100,20 @@ def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOpti
         check_writable(asked.html, file, *asked.plan, asked.profile)
     profile = None if asked.profile is None else load_profile(asked.profile)
     problem = None if profile is None else make_problem(profile, None, where=str(asked.profile))
-    assert not is_script
+    if is_script:
+        if learn.start is not None:
+            raise InputError("--from: found it with a script, which loads its checkpoint by itself; leave it out")
+        request = Asked(
+            plan=next(iter(plans.values())), profile=profile, strategies=split_names(asked.strategy),
+            rounds=Rounds(count=2, steps=1), timeout_s=where.timeout_s, show_progress=not Flags.as_json, learn=learn,
+            plans=plans,
+        )  # fmt: skip
+        found = on_ranks_of_script(where, script_rank, asked.job, arguments, request)[0]
+        assert isinstance(found, Learned)
+        return found
     contestants = make_contestants(plans, problem, split_names(asked.strategy))
     predicted = predicted_on(learn.on, profile, contestants)
-    shown = not Flags.as_json
-    measured = (asked.job, contestants, learn, choose_device(where.device), shown, where.timeout_s)
+    measured = (asked.job, contestants, learn, choose_device(where.device), not Flags.as_json, where.timeout_s)
     return summarize_learned(on_ranks(where, learn_rank, *measured), learn, predicted)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -223,7 +223,6 @@ class Learned(Comparison):
     estimated_s: float
     """Seconds that it was said to take before it began."""
     took_s: float
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def heading(self) -> str:
@@ -232,9 +231,14 @@ class Learned(Comparison):
         return LearnedRow.HEADING.format(steps=self.learn.steps, ranks=self.ranks, rounds=said)
 
     @property
+    def closing(self) -> tuple[str, ...]:
+        """Return how long it took."""
+        return (self.timing_line,)
+
+    @property
     def timing_line(self) -> str:
         """Return how long it took, and what was said before."""
-        return f"took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
+        return f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
 
     def measured(self, name: str, job: str) -> AccuracyMeasured:
         """Return what a plan's file keeps of its row."""
@@ -285,7 +289,7 @@ def summarize_learned(
     return Learned(
         rows=tuple(rows), verdicts=(*lines, *notes), rounds=learn.seeds, steps=learn.steps, ranks=len(ranks),
         learn=learn, curves={name: _curve(values) for name, values in losses.items()},
-        estimated_s=first.estimated_s, took_s=first.took_s, notes=tuple(notes),
+        estimated_s=first.estimated_s, took_s=first.took_s,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from planner.comparison.learned import Learn
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
-from planner.comparison.trained import Trained
+from planner.comparison.trained import Trained, TrainedScript, evaluated
 from planner.comparison.variants import NO_COMMUNICATION, BucketVariant, Rounds
 from planner.frontend.call import map_leaves
 from planner.jobs.training import SEED, BuiltJob, attribute_user_errors, build
@@ -104,18 +104,6 @@ class LearnedJob(Trained):
             return evaluated(self.model, metric)
 
 
-def evaluated(model: nn.Module, metric: Callable[[nn.Module], Any]) -> float:
-    """Return a metric of the model in evaluation mode, without gradients; flags of modules are restored."""
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return float(metric(model))
-    finally:
-        for module, flag in training:
-            module.training = flag
-
-
 def batch_digest(batch: Any) -> str:
     """Return a digest of shapes, dtypes and first bytes of all tensors of a batch."""
     digest = hashlib.sha256()
@@ -171,6 +159,21 @@ class JobSource(Source):
             world.broadcast([*exchanged_parameters(built.model), *exchanged_buffers(built.model)])
         self.seed_generators(seed)
         return LearnedJob(built, done + seed * self.steps)
+
+
+class ScriptSource(Source):
+    """A script's one model, which all contestants train from its present state."""
+
+    one_by_one = "a script has one model"
+
+    def __init__(self, trained: TrainedScript, bench: Bench, timeout_s: float | None, steps: int) -> None:
+        super().__init__(trained.name, bench, timeout_s, steps)
+        self._trained = trained
+
+    def trained(self, seed: int) -> TrainedScript:
+        """Return the model, which is restored after each contestant."""
+        self._trained.first = seed * self.steps
+        return self._trained
 
 
 def load_checkpoint(path: str, built: BuiltJob) -> int:
