@@ -233,6 +233,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
     print_tables(*tables, console=console)
     lines = [*filter(None, (*said, certificate_text(plan)))]
     lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
+    lines += filter(None, [cost_line(plan.accuracy, plan.accuracy_measured)])
     if buckets:
         lines += loading_lines(plan)
         sources = (plan.sources or {}).items()

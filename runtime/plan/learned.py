@@ -48,7 +48,7 @@ class AccuracyMeasured(Record):
         return f"{told[self.verdict]}: {loss}{around} {trained} of {self.job}"
 
 
-def accuracy_line(accuracy: str, measured: AccuracyMeasured | None) -> str | None:
+def cost_line(accuracy: str, measured: AccuracyMeasured | None) -> str | None:
     """Return what a plan of a class costs in accuracy, as text; None for an exact plan that was not measured."""
     if measured is None:
         return None if accuracy == "exact" else "accuracy: not measured on this job (planner compare JOB --learn STEPS)"
