@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from runtime.session.session import Session
 
 __all__ = [
-    "LAMB", "LARS", "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
+    "LAMB", "LARS", "AccuracyCostWarning", "AccuracyWarning",
+    "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
     "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
     "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "PlannedSession", "Profile", "RawDataset", "Report",
     "Session", "Simulation", "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster",

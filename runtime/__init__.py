@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from runtime.session.session import Session
 
 __all__ = [
-    "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LongWaitWarning",
-    "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
+    "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning",
+    "LongWaitWarning", "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan",
+    "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

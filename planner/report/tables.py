@@ -29,6 +29,7 @@ from planner.report.listing import Listing, print_tables, step_rows
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
+from runtime.plan.learned import cost_line
 from runtime.plan.measured import MeasuredStep
 
 SHOWN_BUCKETS = 1000

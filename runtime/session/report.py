@@ -21,8 +21,8 @@ from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
-from runtime.plan.learned import cost_line
 from runtime.plan.last_ranks import RankArrival
+from runtime.plan.learned import cost_line
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
