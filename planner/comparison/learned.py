@@ -365,18 +365,21 @@ def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[n
 
 def _check_ddp(losses: NDArray[np.float64]) -> None:
     """Raise InputError where DDP's loss is nothing that others can be compared with."""
-    odd = np.argwhere(~np.isfinite(losses))
-    if len(odd):
-        seed, step = odd[0]
-        raise InputError(
-            f"found a loss of {losses[seed, step]} with DDP in step {step + 1} of seed {seed}, expected finite losses, "
-            f"or nothing can be compared; lower the learning rate, or correct the job"
-        )
+    for seed, step in np.argwhere(~np.isfinite(losses))[:1]:
+        raise InputError(not_finite_text(losses[seed, step], step, seed))
     if (losses == losses[:, :1]).all():
         raise InputError(
             f"found the same loss, {losses[0, 0]:.6g}, in all {losses.shape[1]} steps with DDP, expected one that "
             f"training changes; correct the job's loss, optimizer or batches"
         )
+
+
+def not_finite_text(loss: float, step: int, seed: int) -> str:
+    """Return what is wrong with DDP's loss in a step of a seed, both from 0."""
+    return (
+        f"found a loss of {loss} with DDP in step {step + 1} of seed {seed + 1}, expected finite losses, or nothing can "
+        f"be compared; lower the learning rate, or correct the job"
+    )
 
 
 def last_losses(losses: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ a script, which has one model, they train one after the other.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 import statistics
@@ -21,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planner.comparison.learned import Learn
+from planner.comparison.learned import Learn, not_finite_text
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
 from planner.comparison.trained import Trained, TrainedScript, evaluated
-from planner.comparison.variants import NO_COMMUNICATION, BucketVariant, Rounds
+from planner.comparison.variants import DDP, NO_COMMUNICATION, BucketVariant, Rounds
 from planner.frontend.call import map_leaves
 from planner.jobs.training import SEED, BuiltJob, attribute_user_errors, build
 from planner.profile.bench import Bench, Progress, synchronize
@@ -280,7 +281,7 @@ class LearningRunner(Runner[BucketVariant]):
         times, losses, digest = contestant.advance(steps)
         record.losses.append(losses)
         record.step_us.append(times[min(WARM_UP_STEPS, steps // 2) :])
-        problem = self._problem(record.variant, start, digest, losses[0])
+        problem = self._problem(record.variant, start, digest, losses)
         problems = self.world.gather(problem, f"the end of a block of {name}")
         if found := next(filter(None, problems), None):
             raise InputError(found)
@@ -289,9 +290,16 @@ class LearningRunner(Runner[BucketVariant]):
             if metric is not None:
                 record.metrics.append(metric)
 
-    def _problem(self, variant: BucketVariant, start: int, digest: str, loss: float | None) -> str | None:
-        """Return in what a block's batches, or its first loss, differ from those of the contestant that came first."""
-        name, rank = variant.name, self.world.rank
+    def _problem(
+        self, variant: BucketVariant, start: int, digest: str, losses: Sequence[float | None]
+    ) -> str | None:  # fmt: skip
+        """Return in what a block's batches, or its first loss, differ from those of the contestant that came first; or
+        that DDP's losses are not finite.
+        """
+        name, rank, loss = variant.name, self.world.rank, losses[0]
+        for number, one in enumerate(losses):
+            if name == DDP and one is not None and not math.isfinite(one):
+                return not_finite_text(one, start + number, self._seed)
         first, expected, expected_loss = self._first.setdefault(start, (name, digest, loss))
         if digest != expected:
             pairs = zip(digest.split("\n"), expected.split("\n"), strict=True)
