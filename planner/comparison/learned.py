@@ -377,8 +377,8 @@ def _check_ddp(losses: NDArray[np.float64]) -> None:
 def not_finite_text(loss: float, step: int, seed: int) -> str:
     """Return what is wrong with DDP's loss in a step of a seed, both from 0."""
     return (
-        f"found a loss of {loss} with DDP in step {step + 1} of seed {seed + 1}, expected finite losses, or nothing can "
-        f"be compared; lower the learning rate, or correct the job"
+        f"found a loss of {loss} with DDP in step {step + 1} of seed {seed + 1}, expected finite losses, or nothing "
+        f"can be compared; lower the learning rate, or correct the job"
     )
 
 

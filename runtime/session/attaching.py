@@ -138,7 +138,8 @@ def attach_as(
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(adapted, inner_optimizer(optimizer))
-            warn_of_cost(adapted)
+            if options.guard:
+                warn_of_cost(adapted)
         if options.drift and world.rank == 0:
             warn_of_torch(adapted)
         if options.sync:

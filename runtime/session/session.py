@@ -410,7 +410,8 @@ class Session:
                 return None, problem
             if self._world.rank == 0 and self._world.ranks > 1:
                 warn_of_selection(loaded, self.optimizer)
-                warn_of_cost(loaded)
+                if self._options.guard:
+                    warn_of_cost(loaded)
             mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
             return (mode, mode.make_exchange()), None
         except InputError as error:
