@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import compare_checks
 import compare_jobs
 import pytest
 import torch
 from commands import ended, result
 from compare_script import plan_document
 
+from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.plan import load_plan
 
 JOB = f"{compare_jobs.__file__}:"
@@ -147,3 +149,41 @@ def test_options_of_one_kind_are_refused_with_those_of_the_other(tmp_path: Path)
         code, _, errors = ended("compare", f"{JOB}learner", "--plan", plan, *options)
         assert code == 2, options
         assert message in errors
+
+
+def test_attach_and_report_name_the_cost_of_a_lossy_plan() -> None:
+    """Of exact plans nothing, of narrow ones only the report; what was measured to learn as DDP is not warned of."""
+    measured = {
+        "job": "job.py:job", "ddp_spread": 0.0, "margin": 0.005, "steps": 300, "seeds": 3, "ranks": 2,
+        "against_ddp": 0.09, "ci95": [0.08, 0.1],
+    }  # fmt: skip
+    exact = plan_document()
+    topk = exact | {"accuracy": "bounded", "buckets": [bucket | SENT["topk"] for bucket in exact["buckets"]]}
+    plans = {
+        "exact": exact,
+        "int8": exact | {"accuracy": "bounded", "buckets": [bucket | SENT["int8"] for bucket in exact["buckets"]]},
+        "topk": topk,
+        "worse": topk | {"accuracy_measured": measured | {"verdict": "worse"}},
+        "as ddp": topk | {"accuracy_measured": measured | {"verdict": "as ddp"}},
+    }
+    first, second = run_ranks(LocalWorld(ranks=2), compare_checks.attach_and_report, plans)
+    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse"}
+    assert not any(texts for texts, _ in second.values())
+    assert "accuracy: not measured on this job" in first["topk"][0][0]
+    assert "worse than DDP: last loss +9.00% (+8.00% to +10.00%) after 300 steps" in first["worse"][0][0]
+    assert first["exact"][1] == ""
+    assert "not measured on this job" in first["int8"][1]
+    assert "as DDP: last loss +9.00%" in second["as ddp"][1]
+
+
+def test_a_script_goes_on_as_if_nothing_had_been_learnt() -> None:
+    """Weights, scheduler, masks and residuals are as they would have been; sharded steps learn as DDP, too."""
+    exact = plan_document()
+    plans = {
+        "sharded": exact | {"interface": ["sharded-step"], "updates": {"step": {"sharded": True}}},
+        "lossy": exact | {"accuracy": "bounded", "buckets": [bucket | SENT["topk"] for bucket in exact["buckets"]]},
+    }
+    found = run_ranks(LocalWorld(ranks=2), compare_checks.learn_as_if_nothing_had_happened, plans)[0]
+    assert list(found["sharded"]) == ["ddp", "ddp:order", "plan"]
+    assert all(abs(away) < 1e-5 for away in found["sharded"].values())
+    assert set(found["lossy"]) == {"ddp", "ddp:order", "plan"}
