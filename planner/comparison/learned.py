@@ -29,7 +29,7 @@ from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 from runtime.monitor.verdict import half_interval, t_quantile
 from runtime.plan import Plan
-from runtime.plan.learned import AccuracyMeasured, LearnedVerdict
+from runtime.plan.measured_accuracy import AccuracyMeasured, LearnedVerdict
 
 if TYPE_CHECKING:
     from planner.comparison.learning import LearnedRank
@@ -145,7 +145,7 @@ def predicted_on(
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedRow:
-    """What one contestant learnt. Differences are relative to DDP's last loss of the same seed."""
+    """The losses of one contestant, and the verdict. Differences are relative to DDP's last loss of the same seed."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
         "", "last loss", "against DDP", "95 % interval", "DDP's own spread", "steps to DDP's loss", "time to it", STEP,

@@ -49,7 +49,7 @@ SEED_STRIDE = 10_000
 
 @dataclass
 class LearnedRecord(Record[BucketVariant]):
-    """What one rank saw of a contestant; `losses` has the blocks of all seeds, in order."""
+    """The measurements of a contestant on one rank; `losses` has the blocks of all seeds, in order."""
 
     metrics: list[float] = field(default_factory=list)
     """The evaluation metric at the end of each seed; empty if there is none."""
@@ -267,7 +267,7 @@ class LearningRunner(Runner[BucketVariant]):
         self._open: dict[str, Contestant] = {}
         self._seed, self._unused = 0, False
         self._first: dict[int, tuple[str, str, float | None]] = {}
-        """By number of the first step of a block: who made it first, the digest of its batches, its first loss."""
+        """Number of the first step of a block → the contestant that came first, the digest of its batches, its loss."""
         self.size_bytes = 0
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:

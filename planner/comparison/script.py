@@ -61,7 +61,7 @@ class Asked:
     timeout_s: float | None
     show_progress: bool = True
     learn: Learn | None = None
-    """What is to be learnt in place of measuring steps."""
+    """Options of learning, in place of measuring steps."""
     plans: Mapping[str, Plan] = field(default_factory=dict)
     """The plans that learn, by name."""
 

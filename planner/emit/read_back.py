@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.ir import Bucket, Schedule
-from planner.model.codecs import BY_NAME, Wire
+from planner.model.codecs import BY_NAME
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan import Plan, PlanBucket
-from runtime.plan.transports import LIBRARY, TWO_SHOT
 
 
 def schedule_of(problem: Problem, plan: Plan) -> Schedule:
@@ -44,6 +41,4 @@ def _bucket(problem: Problem, bucket: PlanBucket, index: dict[str, int]) -> Buck
         raise InputError(
             f"found the compressor {bucket.compressor.name!r}, expected one of: {', '.join(sorted(BY_NAME))}"
         )
-    if codec is Wire and made.transport == LIBRARY:
-        made = replace(made, transport=TWO_SHOT)
-    return replace(made, codec=codec.of_spec(bucket.compressor, problem, made))
+    return codec.of_spec(bucket.compressor, problem, made)

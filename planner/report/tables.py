@@ -29,8 +29,8 @@ from planner.report.listing import Listing, print_tables, step_rows
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
-from runtime.plan.learned import cost_line
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.measured_accuracy import cost_line
 
 SHOWN_BUCKETS = 1000
 """Largest number of rows on the terminal."""

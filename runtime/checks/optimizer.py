@@ -19,11 +19,8 @@ from runtime.errors import AccuracyCostWarning, AccuracyWarning
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer
 from runtime.pages import page
-from runtime.plan import NO_COMPRESSION, Plan
-from runtime.plan.learned import cost_line
-
-HARMLESS = (NO_COMPRESSION.name, "wire")
-"""Compressors that are not warned of."""
+from runtime.plan import Plan
+from runtime.plan.measured_accuracy import cost_line
 
 
 def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -94,7 +91,7 @@ def warn_of_cost(plan: Plan) -> None:
     within DDP's own spread in the project's tasks: exact ones, and narrow dtypes.
     """
     measured = plan.accuracy_measured
-    risky = plan.accuracy == "relaxed" or any(b.compressor.name not in HARMLESS for b in plan.buckets)
+    risky = plan.accuracy == "relaxed" or any(b.transport.sparse or b.compressor.rank for b in plan.buckets)
     if risky and (measured is None or measured.verdict not in ("as ddp", "better")):
         line = cost_line(plan.accuracy, measured)
         warnings.warn(f"{line}; {page('concepts/accuracy')} has what is known", AccuracyCostWarning, stacklevel=3)

@@ -22,8 +22,8 @@ from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
 from runtime.plan.last_ranks import RankArrival
-from runtime.plan.learned import cost_line
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.measured_accuracy import cost_line
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline

@@ -81,8 +81,8 @@ class CodecModel(Codec):
         raise NotImplementedError
 
     @classmethod
-    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Codec:
-        """Return the codec that a compressor of plan.json names, the inverse of `spec`; `bucket` without codec."""
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Bucket:
+        """Return a bucket, given without codec, as a compressor of plan.json sends it: the inverse of `spec`."""
         raise NotImplementedError
 
     def ratio(self, problem: Problem, bucket: Bucket) -> float:

@@ -32,7 +32,7 @@ from planner.emit.read_back import schedule_of
 from planner.model.problem import make_problem
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
-from runtime.plan.learned import cost_line
+from runtime.plan.measured_accuracy import cost_line
 
 FIELDS = {
     "name", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss", "verdict",

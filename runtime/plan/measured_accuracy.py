@@ -1,4 +1,4 @@
-"""What a plan was measured to cost in accuracy on a job. Torch-free."""
+"""The measured cost of a plan in accuracy, on a job. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from runtime.plan.strict_json import Name, PositiveCount, Ranks, Record
 
 LearnedVerdict = Literal["as ddp", "worse", "better", "not known"]
-"""How the last loss compares with DDP's, by the interval of the paired difference over seeds against ± a margin."""
+"""Comparison of the last loss with DDP's, by the interval of the paired difference over seeds against ± a margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
