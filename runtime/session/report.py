@@ -135,7 +135,7 @@ class Report:
     """Each rank at the messages, as ranks compared last; empty in the first steps, and where ranks do not wait."""
     interfaces: tuple[str, ...] = ()
     accuracy: str | None = None
-    """What the plan costs in accuracy, as text; None for an exact plan."""
+    """The cost of the plan in accuracy, as text; None for an exact plan."""
     cause: str | None = None
     """Cause of a large difference from the prediction."""
 
