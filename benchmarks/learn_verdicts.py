@@ -24,7 +24,8 @@ from benchmarks.marked import write_part
 from benchmarks.resumable import kept
 from examples import charlm
 from planner import TrainingJob
-from planner.comparison.learned import Learn, make_contestants, summarize_learned
+from planner.comparison.contestants import Learn, make_contestants
+from planner.comparison.learned import summarize_learned
 from planner.comparison.learning import learn_rank
 from planner.comparison.variants import DDP, DDP_AGAIN
 from planner.jobs.launch import LocalWorld, run_ranks

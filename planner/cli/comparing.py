@@ -10,7 +10,8 @@ import typer
 
 from planner.cli.commands import Compare
 from planner.cli.options import Flags, printed_json, split_names
-from planner.comparison.learned import Learn, Learned, make_contestants, named_plans, predicted_on, summarize_learned
+from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
+from planner.comparison.learned import Learned, summarize_learned
 from planner.comparison.learning import learn_rank
 from planner.comparison.measure import compare_rank
 from planner.comparison.picture import curves_text, picture_text

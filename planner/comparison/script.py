@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from planner.comparison.learned import (
-    MARGIN_PERCENT,
-    SEEDS,
-    Learn,
-    Learned,
-    make_contestants,
-    predicted_on,
-    summarize_learned,
-)
-from planner.comparison.learning import ScriptSource, learn_all
+from planner.comparison.contestants import MARGIN_PERCENT, SEEDS, Learn, make_contestants, predicted_on
+from planner.comparison.learned import Learned, summarize_learned
+from planner.comparison.learners import ScriptSource
+from planner.comparison.learning import learn_all
 from planner.comparison.measure import VariantRunner, measure_all
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.trained import TrainedScript

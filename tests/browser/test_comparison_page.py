@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from chromium import chromium_page
 
-from planner.comparison.learned import Curve, Learn, Learned, LearnedRow
+from planner.comparison.contestants import Learn
+from planner.comparison.learned import Curve, Learned, LearnedRow
 from planner.comparison.picture import curves_text, picture_text
 from planner.comparison.report import Comparison, Row
 

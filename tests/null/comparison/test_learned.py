@@ -11,19 +11,10 @@ import pytest
 import torch
 from builders import usual_profile
 
-from planner.comparison.learned import (
-    Learn,
-    Learned,
-    LearnedRow,
-    judge,
-    make_contestants,
-    named_plans,
-    predicted_on,
-    steps_to,
-    summarize_learned,
-    telling_seeds,
-)
-from planner.comparison.learning import LearnedRank, LearnedRecord, batch_digest, memory_reason
+from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
+from planner.comparison.learned import Learned, LearnedRow, judge, steps_to, summarize_learned, telling_seeds
+from planner.comparison.learners import batch_digest
+from planner.comparison.learning import LearnedRank, LearnedRecord, memory_reason
 from planner.comparison.picture import curves_text
 from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant
 from planner.decide.strategies import STRATEGIES, make_schedule
