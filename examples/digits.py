@@ -120,4 +120,5 @@ def job() -> TrainingJob:
         loss=loss,
         batch=batch,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        metric=test_accuracy,
     )

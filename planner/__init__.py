@@ -27,6 +27,7 @@ def _check_not_shadowed() -> None:
 _check_not_shadowed()
 
 from runtime.errors import (  # noqa: E402 - after the check, for its message names the file
+    AccuracyCostWarning,
     AccuracyWarning,
     AdaptedWarning,
     CacheWarning,
@@ -57,12 +58,12 @@ if TYPE_CHECKING:
     from runtime.session.session import Session
 
 __all__ = [
-    "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
-    "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
-    "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "PlannedSession", "Profile", "RawDataset", "Report",
-    "Session", "Simulation", "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster",
-    "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan",
-    "run_local_async", "simulate",
+    "LAMB", "LARS", "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning",
+    "CachedDataset", "CachedSampler", "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob",
+    "LocalReport", "LocalRun", "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "PlannedSession",
+    "Profile", "RawDataset", "Report", "Session", "Simulation", "TrainingJob", "__version__", "attach", "compare",
+    "fully_shard", "load_cluster", "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan",
+    "profile_step", "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
 _NAMES = {

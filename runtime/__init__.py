@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import (
+    AccuracyCostWarning,
     AccuracyWarning,
     AdaptedWarning,
     CacheWarning,
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from runtime.session.session import Session
 
 __all__ = [
-    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LongWaitWarning",
-    "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
+    "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning",
+    "LongWaitWarning", "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan",
+    "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

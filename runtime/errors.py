@@ -48,6 +48,11 @@ class AccuracyWarning(UserWarning):
     """A lossy bucket had too large a residual for too long and is sent wider or whole for a while, as the text says."""
 
 
+class AccuracyCostWarning(UserWarning):
+    """A plan with low rank, selected elements or a relaxed mode costs accuracy that was not measured on a job, or was
+    measured to be worse than DDP's or not known; the text says which."""
+
+
 class CacheWarning(UserWarning):
     """A data cache works less well than asked for: a full disk, a corrupted entry; the text says which and the cure."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from planner.cli.options import argument, command, completed, for_fsdp2, option, options, rate_option
+from planner.cli.options import argument, chosen, command, completed, for_fsdp2, option, options, rate_option
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.jobs.rank_options import RankOptions
 from runtime.errors import InputError
@@ -312,9 +312,25 @@ class Run:
             raise InputError(f"--steps: found {self.steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
 
 
+@options
+class Learning:
+    """Options of comparisons of what is learnt."""
+
+    learn: int | None = option(
+        "Compare losses: DDP and the plans train this number of steps from one start, over the same batches."
+    )
+    seeds: int = option("With --learn: starts that are trained from, of which intervals are.", 3)
+    margin: float = option("With --learn: percentage of DDP's last loss within which a plan learns as DDP does.", 0.5)
+    on: str | None = option(
+        "With --learn: cluster.json or a name, for whose predicted steps times are shown; needs --profile.",
+        autocompletion=completed("clusters_beginning"),
+    )
+    start: str | None = option("With --learn: checkpoint of torch.save to begin from.", None, "--from")
+
+
 @command(app, "planner.cli.comparing", "compare")
 class Compare:
-    """Measure a plan and the best of DDP, interleaved.
+    """Measure a plan and the best of DDP, interleaved; with --learn, what they learn.
 
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """
@@ -322,7 +338,7 @@ class Compare:
     job: str = argument(
         "A job as for profile, or script.py: an existing script that calls planner.compare(session, step)."
     )
-    plan: str = option("The plan to judge.", MISSING)
+    plan: list[str] = option("The plan to judge; with --learn also several, each with its own --plan.", MISSING)
     profile: str | None = option("profile.json, for predictions of what is not the plan.")
     strategy: str = option(
         "Further strategies, by name; needs --profile.", "", autocompletion=completed("strategies_beginning")
@@ -330,12 +346,25 @@ class Compare:
     steps: int = option("Measured steps of each variant.", 25)
     rounds: int | None = option("Rounds that these steps are spread over; default: 5, or as many as steps.")
     html: str | None = option(PICTURE)
+    learning: Learning
     where: OnRanks
     arguments: list[str] | None = argument("Of a script: its own arguments.", None, metavar="[-- ARGUMENTS]")
     parallel: str | None = option(PARALLEL)
 
     def __post_init__(self) -> None:
-        for_fsdp2(self, ("--strategy", "--html", "ARGUMENTS"))
+        for_fsdp2(self, ("--strategy", "--html", "ARGUMENTS", "--learn"))
+        given, learns = chosen(self), self.learning.learn is not None
+        needless = ("--steps", "--rounds") if learns else ("--seeds", "--margin", "--on", "--from")
+        where = "with --learn, whose steps it does not change" if learns else "without --learn STEPS, which it is for"
+        for name in (name for name in needless if name in given):
+            raise InputError(f"{name}: found {given[name]} {where}; leave it out")
+        if self.learning.learn is None and len(self.plan) > 1:
+            raise InputError(
+                f"--plan: found {' and '.join(self.plan)}, expected one plan without --learn STEPS; compare each by "
+                f"itself"
+            )
+        if self.learning.on is not None and self.profile is None:
+            raise InputError("--on: found no --profile, expected the profile of the job's compute: add it")
 
 
 @command(app, "planner.cli.rehearsing", "rehearse")

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
+from planner.comparison.rounding import RoundingState, rounding_hook
 from planner.comparison.same import Deviation, FirstStep
 from planner.comparison.statistics import ratio_interval, step_values
 from planner.comparison.trained import Trained, TrainedJob
@@ -98,7 +99,7 @@ class Record(Generic[V]):
 class Measured:
     """Everything that one rank measured."""
 
-    records: list[Record[Any]]
+    records: Sequence[Record[Any]]
     backward_us: float = 0.0
     """Time of backward of the no-communication baseline; 0 if there is none, or nothing called its forward."""
     micro_batches: tuple[int, int] = (1, 1)
@@ -165,7 +166,7 @@ class VariantRunner(Runner[BucketVariant]):
         self.model = trained.model
         self._device = bench.device
         self._generators = generators()
-        self._missing = self._unused = False
+        self._missing = self.unused = False
         self._micro_batches = (1, 1)
         self._first_step = FirstStep(trainable_parameters(self.model))
         self.backward_us: list[float] = []
@@ -185,27 +186,18 @@ class VariantRunner(Runner[BucketVariant]):
         record.failure = next(filter(None, failures), None)
 
     def check(self, variants: Sequence[BucketVariant]) -> None:
-        """Attach each plan once, before anything is measured.
-
-        Raises:
-            PlanMismatch: the plan to judge does not fit the model or the ranks; on all ranks alike.
-            InputError: a strategy's does not.
-        """
+        """Attach each plan once, before anything is measured. Raises as `named_plan`."""
         planned = [variant for variant in variants if variant.kind == "plan"]
         for variant in sorted(planned, key=lambda one: one.name != PLAN):
-            try:
+            with named_plan(variant):
                 optimizer = self.trained.optimizer()
-                with self.trained.restored(optimizer), self._communicating(variant, optimizer):
+                with self.trained.restored(optimizer), self.communicating(variant, optimizer):
                     pass
-            except PlanMismatch as error:
-                if variant.name == PLAN:
-                    raise
-                raise InputError(f"--strategy {variant.name}: {error}") from error
 
     def warm_up(self, baseline: BucketVariant) -> None:
         """Make the steps that are slow only once, and find out whether parameters go unused."""
         self.block(Record(baseline), 1)
-        self._unused = any(self.world.gather(self._missing, "comparing the first step"))
+        self.unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
     def measure(self, variants: Sequence[BucketVariant], rounds: Rounds) -> Measured:
@@ -231,7 +223,7 @@ class VariantRunner(Runner[BucketVariant]):
         optimizer = self.trained.optimizer()
         with self.trained.restored(optimizer):
             self.model.zero_grad(set_to_none=True)
-            with self._communicating(variant, optimizer) as forward, self._watched(variant, optimizer):
+            with self.communicating(variant.steady, optimizer) as forward, self._watched(variant, optimizer):
                 self.world.gather(None, "the start of a block")
                 restore_generators(self._generators)  # the same masks for all variants, whatever was drawn before
                 if variant.plain_ddp and not self._first_step.taken:
@@ -280,7 +272,7 @@ class VariantRunner(Runner[BucketVariant]):
             self.backward_us += [clock.between_us(*span) for span in spans]
 
     @contextmanager
-    def _communicating(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+    def communicating(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
         """Yield the module to call in place of the model, while gradients are sent as the variant says."""
         if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
@@ -295,8 +287,9 @@ class VariantRunner(Runner[BucketVariant]):
                 self.trained.no_sync = nullcontext
                 gc.collect()  # its hooks stay on the parameters until it is gone
         else:
-            assert variant.plan is not None
-            session = self._attach(optimizer, variant.plan.without_first_steps())
+            plan = variant.plan
+            assert plan is not None
+            session = self._attach(optimizer, plan)
             self.trained.no_sync = session.no_sync
             try:
                 yield self.model
@@ -325,12 +318,14 @@ class VariantRunner(Runner[BucketVariant]):
             model = DistributedDataParallel(
                 self.model,
                 process_group=self.world.group,
-                find_unused_parameters=self._unused,
+                find_unused_parameters=self.unused,
                 init_sync=False,
                 **self._limits(variant.cap_mib),
             )
         if variant.hook == "fp16":
             model.register_comm_hook(self.world.group, default_hooks.fp16_compress_hook)
+        elif variant.hook == "rounding":
+            model.register_comm_hook(RoundingState(self.world.group, {}), rounding_hook)
         elif variant.hook == POWERSGD:
             state = powerSGD_hook.PowerSGDState(
                 self.world.group, matrix_approximation_rank=1, start_powerSGD_iter=WARM_UP_STEPS - 1
@@ -355,7 +350,7 @@ class VariantRunner(Runner[BucketVariant]):
         plan = next(one.plan for one in variants if one.name == PLAN)
         assert plan is not None
         # DDP follows the order of readiness, but where it searches for unused parameters.
-        order = list(reversed(parameters)) if self._unused else plan.gradients
+        order = list(reversed(parameters)) if self.unused else plan.gradients
         sizes_bytes = [
             round(parameters[name].numel() * parameters[name].element_size() * self._shrink) for name in order
         ]
@@ -379,6 +374,22 @@ class VariantRunner(Runner[BucketVariant]):
         finally:
             session.detach()
         return float(median_of_slowest(times_us)[0])
+
+
+@contextmanager
+def named_plan(variant: BucketVariant) -> Iterator[None]:
+    """Name the plan that does not fit, on all ranks alike.
+
+    Raises:
+        PlanMismatch: the plan to judge does not fit the model or the ranks.
+        InputError: that of a strategy, or one of several plans, does not.
+    """
+    try:
+        yield
+    except PlanMismatch as error:
+        if variant.name == PLAN:
+            raise
+        raise InputError(f"{'--plan' if variant.given else '--strategy'} {variant.name}: {error}") from error
 
 
 def compare_rank(

@@ -1,11 +1,16 @@
-"""A comparison as one self-contained page: verdicts, a table, and each variant's step, measured and predicted."""
+"""A comparison as one self-contained page: verdicts, a table, and each variant's step, measured and predicted, or its
+loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
+from planner.comparison.learned import Learned
 from planner.comparison.report import AnyRow, Comparison, failures
+from planner.comparison.variants import DDP_AGAIN
+from planner.report.figures import LEGEND_BELOW, curve
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing
 
@@ -37,6 +42,51 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
         "units": "ms are milliseconds",
     }
     return frame_text(f"{title}: measured in interleaved blocks", "\n".join(body), sources, figures)
+
+
+def curves_text(learned: Learned, title: str, measured: str) -> str:
+    """Return the page of losses: verdicts, a table, and a curve of each contestant; arguments as of `picture_text`."""
+    row, where = learned.rows[0], learned.heading
+    cells = [[one.cells().get(column, "") for column in row.COLUMNS] for one in learned.rows]
+    figures = {"losses": _curves(learned)}
+    words = ["Lines are means over ranks and seeds; hover labels have the lowest and the highest seed."]
+    drawn = figure("losses", figures, "Loss of each way to train", words, f"{title}, {where}, measured {measured}.")
+    body = [
+        paragraphs(f"{line[:1].upper()}{line[1:]}." for line in (*learned.verdicts, learned.timing_line)),
+        table(Listing("What each way to train learnt", row.COLUMNS, cells, row.LEFT).filled()),
+        f"<section>\n<h2>Loss over steps</h2>\n{drawn}\n</section>",
+    ]
+    sources = {
+        "last loss": "mean over the last tenth of the steps, all ranks and seeds",
+        "against DDP": "mean over seeds of the difference of the last loss from DDP's of the same seed, with its 95 % "
+        "interval by Student's t",
+        "DDP's own spread": "largest such difference of DDP with sums rounded as in another order",
+        "steps to DDP's loss": "until the mean of a twentieth of the steps is as low as DDP's at 90 % of the steps",
+        "time to it": "these steps times the median step, as a share of DDP's",
+    }
+    return frame_text(f"{title}: what is learnt", "\n".join(body), sources, figures)
+
+
+def _curves(learned: Learned) -> dict[str, Any]:
+    lines = []
+    for number, (name, one) in enumerate(learned.curves.items()):
+        known = [
+            (step, mean, f"{escape(name)}, step {step:.0f}: {mean:.4f} ({low:.4f} to {high:.4f})")
+            for step, mean, low, high in zip(one.steps, one.mean, one.low, one.high, strict=True)
+            if mean is not None and low is not None and high is not None
+        ]
+        if known:
+            dash = {"dash": "dot"} if name == DDP_AGAIN else {}
+            lines.append({**curve(number, name, known, {"size": 4}, {"width": 2, **dash}), "mode": "lines"})
+    layout = {
+        "height": 450,
+        "margin": {"l": 76, "r": 16, "t": 40, "b": 92},
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "step"}, "rangemode": "tozero", "zeroline": False},
+        "yaxis": {"title": {"text": "loss"}, "zeroline": False},
+        "legend": LEGEND_BELOW,
+    }
+    return {"data": lines, "layout": layout}
 
 
 def _figure(rows: list[AnyRow]) -> dict[str, Any]:

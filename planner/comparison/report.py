@@ -164,6 +164,11 @@ class Comparison:
         """Return the number of ranks, steps and rounds, in words."""
         return self.rows[0].HEADING.format(steps=self.steps, ranks=self.ranks, rounds=self.rounds)
 
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """Return sentences that end the printed comparison."""
+        return ()
+
     def to_document(self) -> list[dict[str, Any]]:
         """Return the records as plain JSON types."""
         return [asdict(row) for row in self.rows]
@@ -287,7 +292,7 @@ def last_lines(comparison: Comparison) -> list[str]:
     """Return the other verdicts, what does not work, and what "noise" in the table means."""
     noisy = any(row.cells().get("hidden") == "noise" for row in comparison.rows)
     why = f"noise: steps vary too much for the hidden share (± {MAX_NOISE:.0%} or more); measure more rounds"
-    return [*comparison.verdicts[1:], *failures(comparison), *([why] if noisy else [])]
+    return [*comparison.verdicts[1:], *failures(comparison), *([why] if noisy else []), *comparison.closing]
 
 
 def failures(comparison: Comparison) -> list[str]:

@@ -8,17 +8,21 @@ import re
 import runpy
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from planner.comparison.contestants import MARGIN_PERCENT, SEEDS, Learn, make_contestants, predicted_on
+from planner.comparison.learned import Learned, summarize_learned
+from planner.comparison.learners import ScriptSource
+from planner.comparison.learning import learn_all
 from planner.comparison.measure import VariantRunner, measure_all
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.trained import TrainedScript
-from planner.comparison.variants import Rounds, make_lineup
+from planner.comparison.variants import PLAN, Rounds, make_lineup
 from planner.documents.profile import Profile, load_profile
 from planner.documents.text import as_names
 from planner.jobs.job import find_job
@@ -50,6 +54,10 @@ class Asked:
     rounds: Rounds
     timeout_s: float | None
     show_progress: bool = True
+    learn: Learn | None = None
+    """Options of learning, in place of measuring steps."""
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    """The plans that learn, by name."""
 
 
 class _Answered(BaseException):
@@ -66,7 +74,7 @@ _asked: Asked | None = None
 
 def compare(
     session: Session,
-    step: Callable[[nn.Module], object],
+    step: Callable[..., object],
     *,
     plan: Plan | str | Path | None = None,
     profile: Profile | str | Path | None = None,
@@ -75,8 +83,13 @@ def compare(
     rounds: int | None = None,
     also: Stateful | Sequence[Stateful] = (),
     timeout_s: float | None = None,
+    learn: int | None = None,
+    seeds: int = SEEDS,
+    margin: float = MARGIN_PERCENT,
+    metric: Callable[[nn.Module], float] | None = None,
 ) -> Comparison:
-    """Measure no communication, DDP, its hooks and a plan in interleaved blocks, with the step of a running script.
+    """Measure no communication, DDP, its hooks and a plan in interleaved blocks, with the step of a running script; or,
+    with `learn`, the losses of DDP and the plan over the same batches.
 
     Every rank calls this between the same two steps. Model, `.grad`, optimizer and random generators are left as found,
     and the session continues where it was; `session.report()` begins anew.
@@ -85,7 +98,8 @@ def compare(
         session: attached, with an optimizer; without a delay.
         step: makes one whole training step of the model that it is given, which is the script's own or DDP around it:
             zero_grad, forward, backward, the optimizer's step, all with the same batch in each call. It may return the
-            loss, a number or a tensor of one element. `session.no_sync()` works inside.
+            loss, a number or a tensor of one element. `session.no_sync()` works inside. With `learn` it has to be
+            `step(model, number)`, which makes the step of batch `number` (from 0) and returns the loss.
         plan: to judge, or its path; default: the session's.
         profile: for predictions of what is not the plan, and for `strategies`; or its path.
         strategies: further ones, by name.
@@ -93,40 +107,75 @@ def compare(
         rounds: number of rounds of these steps; default: 5, or as many as steps.
         also: other objects that `step` changes, such as a scheduler or a GradScaler; restored by their state_dict.
         timeout_s: deadline of every wait; default 300 s.
+        learn: number of steps that DDP and the plan train from the present state, one after the other; the model is
+            left as found. What is measured is written into `plan`, if that is a path.
+        seeds: number of times that they do so; seed s has batches from s · `learn` on, and random generators of its
+            own.
+        margin: percentage of DDP's last loss within which the plan learns as DDP does.
+        metric: (model in evaluation mode) → number, after the last step.
 
     Returns:
-        The comparison, the same on every rank; `print` it, `same_training` of its rows, `differences`.
+        The comparison, the same on every rank; `print` it, `same_training` of its rows, `differences`. With `learn` a
+        `planner.comparison.learned.Learned`: `verdict` of its rows, `curves`.
 
     Raises:
         InputError: there is one rank, no optimizer, or a delay; `step` raises, or calls another model than it is given.
         PlanMismatch: the plan does not fit.
         CommunicationError: a rank did not come within the deadline.
     """
-    asked = _asked or Asked(
-        plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
-        profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
-        strategies=as_names(strategies),
-        rounds=check_rounds(steps, rounds),
-        timeout_s=timeout_s,
-    )
+    asked = _asked or _of_call(session, plan, profile, as_names(strategies), check_rounds(steps, rounds), timeout_s)
+    if _asked is None and learn is not None:
+        asked = replace(asked, learn=Learn(steps=learn, seeds=seeds, margin_percent=margin), plans={PLAN: asked.plan})
     if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
     if session.optimizer is None:
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
     problem = None if asked.profile is None else make_problem(asked.profile)
-    lineup = make_lineup(asked.plan, problem, asked.strategies)
     changed = also if isinstance(also, Sequence) else (also,)
-    trained = TrainedScript(session.model, session.optimizer, step, changed)
+    trained = TrainedScript(session.model, session.optimizer, step, changed, metric)
+    if asked.learn is not None and not trained.takes_number:
+        raise InputError(
+            f"{trained.name}: found no parameter called number, expected step(model, number): with learn each step "
+            f"has a batch of its own, the same in each call with this number; add it"
+        )
+    comparison: Comparison
     with (
         session._aside("planner.compare", lambda: trained.no_sync()),
         joined(session._world.group, asked.timeout_s) as world,
     ):
         bench = Bench(world, session._device, Progress(asked.show_progress and world.rank == 0))
-        mine = measure_all(VariantRunner(trained, bench, asked.timeout_s), lineup, asked.rounds)
-        comparison = summarize(world.gather(mine, "collecting what ranks measured"))
+        if asked.learn is None:
+            lineup = make_lineup(asked.plan, problem, asked.strategies)
+            mine = measure_all(VariantRunner(trained, bench, asked.timeout_s), lineup, asked.rounds)
+            comparison = summarize(world.gather(mine, "collecting what ranks measured"))
+        else:
+            contestants = make_contestants(asked.plans, problem, asked.strategies)
+            predicted = predicted_on(asked.learn.on, asked.profile, contestants)
+            learnt = learn_all(
+                ScriptSource(trained, bench, asked.timeout_s, asked.learn.steps), contestants, asked.learn
+            )
+            gathered = world.gather(learnt, "collecting what ranks learnt")
+            comparison = summarize_learned(gathered, asked.learn, predicted)
     if _asked is not None:
         raise _Answered(comparison)
+    if isinstance(comparison, Learned) and isinstance(plan, str | Path) and session._world.rank == 0:
+        measured = comparison.measured(PLAN, Path(sys.argv[0]).name or "script")
+        replace(asked.plan, accuracy_measured=measured).save(plan)
     return comparison
+
+
+def _of_call(
+    session: Session, plan: Plan | str | Path | None, profile: Profile | str | Path | None, strategies: Sequence[str],
+    rounds: Rounds, timeout_s: float | None,
+) -> Asked:  # fmt: skip
+    """Return the options of a script's own call."""
+    return Asked(
+        plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
+        profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
+        strategies=strategies,
+        rounds=rounds,
+        timeout_s=timeout_s,
+    )
 
 
 def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:

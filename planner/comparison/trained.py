@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,14 @@ class Trained:
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of the block that begins."""
         raise NotImplementedError
+
+    def prepare(self, number: int) -> str:
+        """Make what a step needs before it is timed, and return a digest of its batch; empty if it is not known."""
+        return ""
+
+    def metric(self) -> float | None:
+        """Return the evaluation metric of the model; None if there is none."""
+        return None
 
     def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
         """Make one step and return its loss, if it is known.
@@ -76,12 +85,23 @@ class TrainedScript(Trained):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        step: Callable[[nn.Module], object],
+        step: Callable[..., object],
         also: Sequence[Stateful],
+        metric: Callable[[nn.Module], float] | None = None,
     ) -> None:
-        """Train a model by `step`, which changes `also` as well."""
+        """Train a model by `step`, which changes `also` as well, and judge it by `metric`."""
         super().__init__(model)
-        self._optimizer, self._step, self._also = optimizer, step, also
+        self._optimizer, self._step, self._also, self._metric = optimizer, step, also, metric
+        self.first: int | None = None
+        """Number of the batch of the first step; None: each step has the same batch, number 0."""
+
+    @property
+    def takes_number(self) -> bool:
+        """Return whether the script's step has a parameter called `number`."""
+        try:
+            return "number" in inspect.signature(self._step).parameters
+        except (TypeError, ValueError):
+            return False
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the script's optimizer."""
@@ -99,7 +119,8 @@ class TrainedScript(Trained):
             if watched:
                 stack.callback(forward.register_forward_pre_hook(lambda *_: called.append(True)).remove)
             stack.enter_context(attribute_user_errors(self.name))
-            loss = self._step(forward)
+            batch = 0 if self.first is None else self.first + number
+            loss = self._step(forward, **({"number": batch} if self.takes_number else {}))
         if watched and not called:
             raise InputError(
                 f"{self.name}: found no call of the model that it is given, expected one: with DDP that is "
@@ -108,6 +129,13 @@ class TrainedScript(Trained):
         if isinstance(loss, Tensor):
             return float(loss.detach()) if loss.numel() == 1 else None
         return float(loss) if isinstance(loss, int | float) else None
+
+    def metric(self) -> float | None:
+        """Return the script's metric, or None if it has none."""
+        if self._metric is None:
+            return None
+        with attribute_user_errors(f"{self.name}: metric(model)"):
+            return evaluated(self.model, self._metric)
 
     @contextmanager
     def restored(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -119,3 +147,15 @@ class TrainedScript(Trained):
         finally:
             for one, state in zip(self._also, states, strict=True):
                 one.load_state_dict(state)
+
+
+def evaluated(model: nn.Module, metric: Callable[[nn.Module], Any]) -> float:
+    """Return a metric of the model in evaluation mode, without gradients; flags of modules are restored."""
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return float(metric(model))
+    finally:
+        for module, flag in training:
+            module.training = flag

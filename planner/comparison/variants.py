@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
@@ -18,12 +18,15 @@ from runtime.errors import InputError
 from runtime.plan import Plan
 from runtime.plan.predicted import Prediction
 
-Hook = Literal["fp16", "powersgd"]
+Hook = Literal["fp16", "powersgd", "rounding"]
 
 HOOKS: tuple[Hook, ...] = ("fp16", "powersgd")
 """DDP's own communication hooks that are tried: gradients as float16, and PowerSGD of rank 1."""
 
 NO_COMMUNICATION, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
+DDP_AGAIN = "ddp:order"
+"""DDP whose sums are rounded as in another order: each averaged element is one unit in the last place larger, smaller,
+or the same, at random (hook `rounding`). On two ranks no order changes a sum, and over NCCL the library chooses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,10 @@ class Variant:
     name: str
     predicted_us: float | None = None
     """Predicted time of a step, in microseconds."""
+
+    def renamed(self, name: str) -> Self:
+        """Return the variant under another name."""
+        return replace(self, name=name)
 
     @property
     def parts(self) -> int | None:
@@ -57,6 +64,8 @@ class BucketVariant(Variant):
     """The attached plan; for plain DDP its buckets, if they are known, so that they can be sent alone."""
     exact: bool = True
     """Whether its gradients are DDP's, so that its losses have to be."""
+    given: bool = False
+    """Whether its plan is a file of the user's, in place of a strategy's."""
 
     @property
     def predicted(self) -> Prediction | None:
@@ -91,6 +100,11 @@ class BucketVariant(Variant):
         the first one's weights are compared with DDP's.
         """
         return 2 if self.delay or (self.plan is not None and self.plan.gathers is not None) else 1
+
+    @property
+    def steady(self) -> BucketVariant:
+        """Return the variant without the exact or synchronous first steps of its plan, which are not measured."""
+        return self if self.plan is None else replace(self, plan=self.plan.without_first_steps())
 
     def whole_cycles(self, steps: int) -> int:
         """Return at least this number of steps, as whole cycles of k."""
@@ -164,7 +178,7 @@ def make_lineup(
         _refuse_updaters(f"--strategy {name}", made)
         found.append(_of_plan(name, made))
     caps = [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
-    return Lineup([*found, _of_plan(PLAN, plan)], caps)
+    return Lineup([*found, replace(_of_plan(PLAN, plan), given=True)], caps)
 
 
 def _of_plan(name: str, plan: Plan) -> BucketVariant:

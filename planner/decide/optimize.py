@@ -281,7 +281,7 @@ def _more_note(problem: Problem, planned: Candidate, more: Candidate) -> str:
     return (
         f"--compress all would take {ms(more.step_us(problem))} in place of {ms(planned.step_us(problem))}, by low "
         f"rank or by sending selected elements, which may cost much of the loss: compare first "
-        f"({page('concepts/compression')}){why}"
+        f"({page('concepts/accuracy')}){why}"
     )
 
 

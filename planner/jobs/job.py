@@ -47,6 +47,8 @@ class TrainingJob:
     """(parameters) → their optimizer."""
     dataset: Any = None
     """The map-style dataset that batches come from, if `planner profile` is to time loading (`runtime.datacache`)."""
+    metric: Callable[[nn.Module], float] | None = None
+    """(model in evaluation mode) → number, such as the accuracy on held-out data, for `planner compare --learn`."""
     batch_samples: int | None = None
     """Samples of a batch; default: the first dimension of the first tensor in one."""
 
@@ -104,6 +106,8 @@ def _check(spec: str, job: TrainingJob) -> None:
         if not callable(getattr(job, field)):
             found = type(getattr(job, field)).__name__
             raise InputError(f"{spec}: {field} is a {found}, expected a function; see planner.TrainingJob")
+    if job.metric is not None and not callable(job.metric):
+        raise InputError(f"{spec}: metric is a {type(job.metric).__name__}, expected a function or None; leave it out")
     count = job.batch_samples
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise InputError(f"{spec}: batch_samples is {count!r}, expected a number of samples, at least 1; correct it")

@@ -132,13 +132,13 @@ _LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting|pair closure"
 """Words of backends' errors when a rank is gone."""
 
 
-def build(spec: str, device: str) -> BuiltJob:
+def build(spec: str, device: str, seed: int = SEED) -> BuiltJob:
     """Load a job, from the same seed on every rank.
 
     Raises:
         InputError: the job cannot be loaded, or its model or optimizer is none that can be trained.
     """
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     job = load_job(spec)
     target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     lazy = [name for name, parameter in job.model.named_parameters() if is_lazy(parameter)]

@@ -49,6 +49,11 @@ class Progress:
             self._said_s = time.monotonic()
             print(f"planner: {text}", file=sys.stderr, flush=True)
 
+    def announce(self, text: str) -> None:
+        """Write a line, if progress is shown."""
+        if self.show:
+            print(f"planner: {text}", file=sys.stderr, flush=True)
+
     def _said(self, items: Sequence[T], what: str) -> Iterator[T]:
         for number, item in enumerate(items):
             self.say(f"{what}, {number} of {len(items)} done")

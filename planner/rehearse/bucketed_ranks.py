@@ -18,7 +18,8 @@ from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVaria
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Line, Profile, SelectionLine
-from planner.ir import ACCURACIES, Bucket, Schedule
+from planner.emit.read_back import schedule_of
+from planner.ir import ACCURACIES
 from planner.jobs.training import SEED, BuiltJob
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
@@ -265,22 +266,12 @@ def _from_constants(variant: BucketVariant, problem: Problem, constants: Problem
     if variant.plan is None:
         return None
     if variant.plan.accuracy == "exact" and not variant.plan.sharded:
-        schedule = _schedule_of(variant.plan, constants)
+        schedule = schedule_of(constants, variant.plan)
     elif variant.name != PLAN:
         schedule = make_schedule(problem, variant.name)
     else:
         return None
     return float(model_of(schedule).step_us(constants, schedule))
-
-
-def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
-    """Return the schedule of a plan that is exact and synchronous."""
-    index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
-    return Schedule(
-        buckets=tuple(
-            Bucket(tuple(index[name] for name in bucket.gradients), bucket.transport) for bucket in plan.buckets
-        )
-    )
 
 
 def blocks_of(variants: Sequence[BucketVariant], steps: int, dilate: float) -> list[Blocks]:

@@ -147,7 +147,7 @@ def _heading(track: Track) -> str:
     return f"<b>{_plain(track.name)}</b>  {', '.join(words)}"
 
 
-def curve(number: int, name: str, points: Sequence[tuple[int, float, str]], marker: Figure, line: Figure) -> Figure:
+def curve(number: int, name: str, points: Sequence[tuple[float, float, str]], marker: Figure, line: Figure) -> Figure:
     """Return a line with marks.
 
     Args:

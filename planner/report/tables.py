@@ -30,6 +30,7 @@ from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.measured_accuracy import cost_line
 
 SHOWN_BUCKETS = 1000
 """Largest number of rows on the terminal."""
@@ -233,6 +234,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
     print_tables(*tables, console=console)
     lines = [*filter(None, (*said, certificate_text(plan)))]
     lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
+    lines += filter(None, [cost_line(plan.accuracy, plan.accuracy_measured)])
     if buckets:
         lines += loading_lines(plan)
         sources = (plan.sources or {}).items()

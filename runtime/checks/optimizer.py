@@ -15,11 +15,12 @@ from torch import nn
 
 from runtime.checks.modes import asked_modes
 from runtime.core.closures import DECIDE_BY_LOSS
-from runtime.errors import AccuracyWarning
+from runtime.errors import AccuracyCostWarning, AccuracyWarning
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer
 from runtime.pages import page
 from runtime.plan import Plan
+from runtime.plan.measured_accuracy import cost_line
 
 
 def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -71,7 +72,9 @@ def check_owner(model: nn.Module, given: object) -> str | None:
 
 
 def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    """Warn where a plan selects elements for an optimizer that divides by their size."""
+    """Warn where a plan whose cost was not measured selects elements for an optimizer that divides by their size."""
+    if plan.accuracy_measured is not None:
+        return
     selected = sum(bucket.transport.sparse for bucket in plan.buckets)
     if selected and isinstance(optimizer, ADAPTIVE):
         warnings.warn(
@@ -81,3 +84,14 @@ def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> No
             AccuracyWarning,
             stacklevel=3,
         )
+
+
+def warn_of_cost(plan: Plan) -> None:
+    """Warn of what a plan costs in accuracy, unless it was measured to learn as DDP does, or is one whose buckets ended
+    within DDP's own spread in the project's tasks: exact ones, and narrow dtypes.
+    """
+    measured = plan.accuracy_measured
+    risky = plan.accuracy == "relaxed" or any(b.transport.sparse or b.compressor.rank for b in plan.buckets)
+    if risky and (measured is None or measured.verdict not in ("as ddp", "better")):
+        line = cost_line(plan.accuracy, measured)
+        warnings.warn(f"{line}; {page('concepts/accuracy')} has what is known", AccuracyCostWarning, stacklevel=3)

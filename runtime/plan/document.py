@@ -20,6 +20,7 @@ from runtime.errors import InputError
 from runtime.pages import page
 from runtime.plan.fully_sharded import FullyShardPlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
+from runtime.plan.measured_accuracy import AccuracyMeasured
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,
@@ -278,6 +279,8 @@ class Plan(Document):
     """(bucket, phase) pairs in launch order, for collectives of several phases."""
     updates: UpdatePlan | None = None
     """Parts of the optimizer's step that ranks share; None: each does all of it."""
+    accuracy_measured: AccuracyMeasured | None = None
+    """Loss against DDP's on a job, where it was measured; no part of the digest."""
     notes: tuple[str, ...] = field(default=())
     """Notes of the planner for readers."""
 
@@ -352,9 +355,16 @@ class Plan(Document):
         return {key: document[key] for key in (*order, "local_async", *document) if key in document}
 
     def digest(self) -> str:
-        """Return the SHA-256 of every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
+        """Return the SHA-256 of every field but `accuracy_measured`, as `sha256:<hex>`; equal on all ranks or nothing
+        starts. What was measured of a plan does not change how it is executed.
+        """
         # Sorted and without spaces: equal plans are one text, however their files are laid out.
-        text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(
+            replace(self, accuracy_measured=None).to_document(),
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+        )
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

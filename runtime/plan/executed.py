@@ -24,7 +24,7 @@ USUAL_OPTIONS = {
 
 FOR_READERS = frozenset((
     "predicted", "baselines", "certificate", "scaling", "frontier", "delays", "updaters", "loading", "sources",
-    "alternatives", "notes",
+    "alternatives", "accuracy_measured", "notes",
 ))  # fmt: skip
 """Fields of a plan that nothing executes."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import warn_of_selection
+from runtime.checks.optimizer import warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan
 from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
@@ -138,6 +138,8 @@ def attach_as(
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(adapted, inner_optimizer(optimizer))
+            if options.guard:
+                warn_of_cost(adapted)
         if options.drift and world.rank == 0:
             warn_of_torch(adapted)
         if options.sync:

@@ -23,6 +23,7 @@ from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
 from runtime.plan.last_ranks import RankArrival
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.measured_accuracy import cost_line
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
@@ -133,6 +134,8 @@ class Report:
     arrivals: tuple[RankArrival, ...] = ()
     """Each rank at the messages, as ranks compared last; empty in the first steps, and where ranks do not wait."""
     interfaces: tuple[str, ...] = ()
+    accuracy: str | None = None
+    """The cost of the plan in accuracy, as text; None for an exact plan."""
     cause: str | None = None
     """Cause of a large difference from the prediction."""
 
@@ -265,7 +268,7 @@ class Report:
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
-        lines += [f"  {part}" for part in (self.norms, self.step) if part is not None]
+        lines += [f"  {part}" for part in (self.norms, self.step, self.accuracy) if part is not None]
         if self.script_us > 0.0:
             lines.append(
                 f"  the script beside it (loading data, clipping, logging) {self.script_us / 1e3:.2f} ms: a step every "
@@ -416,6 +419,7 @@ def make_report(
         predicted_us=None if predicted is None else predicted.iteration_us,
         buckets=tuple(_buckets(plan, predicted, middle, recorder.clock, samples or {}, sends)),
         interfaces=plan.interfaces,
+        accuracy=cost_line(plan.accuracy, plan.accuracy_measured),
         # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
         cause=_cause(plan, list(recorder.steps), recorder.clock, in_run=in_run) if kind == (1, 1) else None,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runtime.checks.backend import check_backend
 from runtime.checks.modes import make_mode
-from runtime.checks.optimizer import check_optimizer, warn_of_selection
+from runtime.checks.optimizer import check_optimizer, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
@@ -410,6 +410,8 @@ class Session:
                 return None, problem
             if self._world.rank == 0 and self._world.ranks > 1:
                 warn_of_selection(loaded, self.optimizer)
+                if self._options.guard:
+                    warn_of_cost(loaded)
             mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
             return (mode, mode.make_exchange()), None
         except InputError as error:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from chromium import chromium_page
 
-from planner.comparison.picture import picture_text
+from planner.comparison.contestants import Learn
+from planner.comparison.learned import Curve, Learned, LearnedRow
+from planner.comparison.picture import curves_text, picture_text
 from planner.comparison.report import Comparison, Row
 
 POINTS = "[...document.querySelectorAll('.scatterlayer .trace')].map(t => t.querySelectorAll('path.point').length)"
@@ -58,3 +60,30 @@ def test_every_variant_is_drawn(tmp_path: Path, width: int) -> None:
         # Nothing is drawn outside of the figure, where text could lie over it, and the table is as wide as the page.
         assert browser.evaluate(ROWS_INSIDE)
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 4
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_contestant_has_a_curve(tmp_path: Path, width: int) -> None:
+    names, losses = ("ddp", "ddp:order", "plan"), (1.0, 0.8, 0.6, 0.5)
+    rows = tuple(
+        LearnedRow(
+            name=name, last_loss=0.5, against_ddp=0.0, ci95=(-0.001, 0.001), ddp_spread=0.001, steps_to_ddp_loss=36.0,
+            time_to_ddp_loss=1.0, verdict="as ddp", end_loss=0.5, step_us=1e4,
+        )
+        for name in names
+    )  # fmt: skip
+    curve = Curve(steps=(5.5, 15.5, 25.5, 35.5), mean=losses, low=losses, high=losses)
+    learned = Learned(
+        rows=rows, verdicts=("plan learns as DDP does",), rounds=3, steps=40, ranks=2, learn=Learn(steps=40),
+        curves=dict.fromkeys(names, curve), estimated_s=10.0, took_s=11.0,
+    )  # fmt: skip
+    page = tmp_path / "page.html"
+    page.write_text(curves_text(learned, "a model", "2026-11-26 10:00 UTC"), encoding="utf-8")
+    (tmp_path / "browser").mkdir()
+    with chromium_page(tmp_path / "browser") as browser:
+        browser.look(width, "light")
+        browser.open(page)
+        assert browser.complaints == []
+        assert browser.requests == [page.as_uri()]
+        assert browser.evaluate("document.querySelectorAll('.scatterlayer path.js-line').length") == 3
+        assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 3

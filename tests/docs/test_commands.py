@@ -26,6 +26,8 @@ SHORTER = {
     "rehearse": "--hosts 2x1 --minutes 0.5",
 }  # fmt: skip
 """By command of planner."""
+SHORTER_LEARNING = "--learn 10 --seeds 2"
+"""In place of what `compare --learn` is given: the last of an option counts."""
 TOO_SHORT = "expected --minutes"
 """What a rehearsal says that came as far as timing steps on its hosts, and would need longer than it may take here."""
 SHORTER_SCRIPT = "--steps 4"
@@ -116,7 +118,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shorter(words: Sequence[str]) -> list[str]:
     words = [*words[1:]] if words[0] == "sudo" else [*words]  # tests that need root run as root
     if words[0] == "planner":
-        return [*words, *SHORTER.get(words[1], "").split()]
+        added = SHORTER_LEARNING if "--learn" in words else SHORTER.get(words[1], "")
+        return [*words, *added.split()]
     return [*words, *SHORTER_SCRIPT.split()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from compare_script import Training, plan_document
 from torch import Tensor, nn
 
 import planner
+from planner.comparison.learned import Learned
 from runtime.errors import InputError
 
 
@@ -22,13 +24,22 @@ def _state(training: Training) -> list[Tensor]:
     ]
 
 
-def _trained(plan: planner.Plan, *, measured: bool) -> tuple[list[list[Tensor]], planner.Comparison | None]:
+LEARN = {"learn": 10, "seeds": 1}
+"""Options of a short `planner.compare` of losses."""
+
+
+def _trained(
+    plan: planner.Plan, *, measured: bool, learns: bool = False
+) -> tuple[list[list[Tensor]], planner.Comparison | None]:
     """The states after each of six steps, with a comparison in the middle or without."""
     training, states, comparison = Training(plan), [], None
     for step in range(6):
         if measured and step == 3:
             gradients = [copy.deepcopy(p.grad) for p in training.model.parameters()] if not plan.sharded else []
-            comparison = training.compare()
+            if learns:
+                comparison = training.compare(lambda model, number: training.step(model), **LEARN)
+            else:
+                comparison = training.compare()
             for parameter, before in zip(training.model.parameters(), gradients, strict=False):
                 assert parameter.grad is not None
                 assert torch.equal(parameter.grad, before)
@@ -36,6 +47,20 @@ def _trained(plan: planner.Plan, *, measured: bool) -> tuple[list[list[Tensor]],
         states.append(_state(training))
     training.session.detach()
     return states, comparison
+
+
+def learn_as_if_nothing_had_happened(documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Plans by name; differences from DDP's last loss, by plan and row."""
+    said = {}
+    for name, document in documents.items():
+        plan = planner.parse_plan(document)
+        plain, _ = _trained(plan, measured=False)
+        around, comparison = _trained(plan, measured=True, learns=True)
+        for before, after in zip(plain, around, strict=True):
+            assert all(map(torch.equal, before, after)), name
+        assert isinstance(comparison, Learned)
+        said[name] = {row.name: row.against_ddp for row in comparison.rows}
+    return said
 
 
 def go_on_as_if_nothing_had_happened(documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, bool | None]]:
@@ -81,3 +106,20 @@ def refuse(_: object = None) -> dict[str, str]:
     except InputError as error:
         said["detached"] = str(error)
     return said
+
+
+def attach_and_report(documents: dict[str, dict[str, Any]]) -> dict[str, tuple[list[str], str]]:
+    """By plan: what is warned of its cost at attach, on this rank, and the lines of the report on it."""
+    found = {}
+    for name, document in documents.items():
+        training = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training = Training(planner.parse_plan(document))
+        texts = [str(one.message) for one in caught if one.category is planner.AccuracyCostWarning]
+        for _ in range(3):
+            training.step(training.model)
+        report = str(training.session.report())
+        found[name] = texts, "\n".join(line.strip() for line in report.splitlines() if "accuracy:" in line)
+        training.session.detach()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,3 +87,54 @@ class Drawing(nn.Linear):
 def drawing() -> TrainingJob:
     """A job that is never the same twice."""
     return _job(Drawing())
+
+
+def _learner(batch: Any = _batch, **changes: Any) -> TrainingJob:
+    """A job whose loss falls, with targets to learn; gradients in `LEARNED`."""
+    fields: dict[str, Any] = {
+        "model": nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 8)),
+        "loss": lambda model, batch: (model(batch) - batch.flip(1)).square().mean(),
+        "batch": batch,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    }
+    return TrainingJob(**fields | changes)
+
+
+LEARNED = ("3.bias", "3.weight", "0.bias", "0.weight")
+"""Gradients of `_learner` in readiness order."""
+
+
+def learner() -> TrainingJob:
+    """With a metric."""
+    return _learner(metric=lambda model: float(next(model.parameters()).norm()))
+
+
+def learner_with_other_batches() -> TrainingJob:
+    """No two calls give the same batch."""
+
+    def batch(step: int, rank: int) -> Tensor:
+        generator = torch.Generator()
+        generator.seed()
+        return torch.randn(8, 8, generator=generator)
+
+    return _learner(batch)
+
+
+def learner_with_another_loss() -> TrainingJob:
+    """No two calls give the same loss."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = model(batch).square().mean() * (1.0 + random.SystemRandom().random())
+        return value
+
+    return _learner(loss=loss)
+
+
+def exploding() -> TrainingJob:
+    """The loss is soon not finite."""
+    return _learner(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
+
+
+def constant() -> TrainingJob:
+    """The loss does not change."""
+    return _learner(loss=lambda model, batch: (model(batch) * 0.0).sum() + 1.0)

@@ -51,7 +51,7 @@ class Training:
         self.scheduler.step()
         return loss
 
-    def compare(self, step: Callable[[nn.Module], object] | None = None, **options: Any) -> planner.Comparison:
+    def compare(self, step: Callable[..., object] | None = None, **options: Any) -> planner.Comparison:
         """Shortly."""
         return planner.compare(self.session, step or self.step, steps=2, also=[self.scheduler], **options)
 

@@ -80,6 +80,11 @@ class CodecModel(Codec):
         """Return the compressor of a bucket as plan.json has it."""
         raise NotImplementedError
 
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Bucket:
+        """Return a bucket, given without codec, as a compressor of plan.json sends it: the inverse of `spec`."""
+        raise NotImplementedError
+
     def ratio(self, problem: Problem, bucket: Bucket) -> float:
         """Return the largest ratio among a bucket's layers of elements, or bytes, to those sent."""
         return 1.0

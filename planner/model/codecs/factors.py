@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,6 +72,10 @@ class LowRank(CodecModel):
 
     def spec(self, problem: Problem, bucket: Bucket) -> CompressorSpec:
         return CompressorSpec(name=self.name, rank=self.rank)
+
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Bucket:
+        return replace(bucket, codec=cls(spec.rank or 1))
 
     def ratio(self, problem: Problem, bucket: Bucket) -> float:
         return max((1.0 / density for density in self._each(problem, bucket)), default=1.0)

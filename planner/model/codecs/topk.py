@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -111,6 +111,13 @@ class TopK(CodecModel):
         density = k * problem.shards(transport) / max(1, elements)
         select, unpack = problem.selection_cost(transport), problem.selection_cost(transport, "unpack")
         return Spending(messages, float(select(dense_bytes, density)), float(unpack(dense_bytes, density)))
+
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Bucket:
+        if spec.k is not None:
+            return replace(bucket, codec=cls.of_layers(tuple(spec.k.values())))
+        k = max(1, int((spec.density or 1.0) * cls()._selected_from(problem, bucket)))
+        return replace(bucket, codec=cls(k))
 
     def spec(self, problem: Problem, bucket: Bucket) -> CompressorSpec:
         """Return the density, or k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from planner.model.compression import Limits
 from planner.model.problem import Problem
 from runtime.plan import CompressorSpec, PlanBucket
 from runtime.plan.predicted import FrontierPoint
-from runtime.plan.transports import NATIVE, TORUS_2D
+from runtime.plan.transports import NATIVE, TORUS_2D, TWO_SHOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,13 @@ class Wire(CodecModel):
     def spec(self, problem: Problem, bucket: Bucket) -> CompressorSpec:
         links = "inter" if bucket.transport.hierarchical else None
         return CompressorSpec(name=self.name, dtype=self.dtype, links=links)
+
+    @classmethod
+    def of_spec(cls, spec: CompressorSpec, problem: Problem, bucket: Bucket) -> Bucket:
+        dtype = str(spec.dtype)
+        known = bucket.transport.hierarchical or bucket.transport in DTYPES[dtype].transports
+        # The library's all-reduce means two shots.
+        return replace(bucket, codec=cls(dtype), transport=bucket.transport if known else TWO_SHOT)
 
     def ratio(self, problem: Problem, bucket: Bucket) -> float:
         return ratio_of(self.dtype)

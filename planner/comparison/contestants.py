@@ -1,0 +1,115 @@
+"""Contestants of `planner compare --learn`: its options, who learns, and their steps on another cluster. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant, make_lineup
+from planner.decide.strategies import make_schedule
+from planner.documents.catalog import find_cluster
+from planner.documents.profile import Profile
+from planner.emit.lower import predict
+from planner.emit.read_back import schedule_of
+from planner.model.problem import Problem, make_problem
+from runtime.errors import InputError
+from runtime.plan import Plan
+
+MARGIN_PERCENT, SEEDS = 0.5, 3
+MAX_SEEDS, MAX_STEPS = 1000, 10**9
+LEAST_STEPS = 10
+"""Fewest steps, of which the last tenth counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learn:
+    """The options of `--learn`."""
+
+    steps: int
+    seeds: int = SEEDS
+    margin_percent: float = MARGIN_PERCENT
+    on: str | None = None
+    """Cluster for whose predicted steps times are shown; None: steps as measured."""
+    start: str | None = None
+    """File of a checkpoint that training begins from; None: the job's own start."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for numbers that nothing can be learnt with."""
+        if not LEAST_STEPS <= self.steps <= MAX_STEPS:
+            raise InputError(
+                f"--learn: found {self.steps} steps, expected at least {LEAST_STEPS} and at most {MAX_STEPS}: the last "
+                f"tenth of them counts; correct it"
+            )
+        if not 1 <= self.seeds <= MAX_SEEDS:
+            raise InputError(
+                f"--seeds: found {self.seeds}, expected at least 1 and at most {MAX_SEEDS}; an interval takes at least "
+                f"2: correct it"
+            )
+        if not 0.0 < self.margin_percent < 100.0:
+            raise InputError(
+                f"--margin: found {self.margin_percent:g}, expected a percentage of DDP's last loss above 0 and below "
+                f"100; correct it"
+            )
+
+    @property
+    def margin(self) -> float:
+        """Return the margin as a share."""
+        return self.margin_percent / 100.0
+
+
+def make_contestants(
+    plans: Mapping[str, Plan], problem: Problem | None, strategies: Sequence[str]
+) -> list[BucketVariant]:
+    """Return what learns: DDP, DDP with sums in another order, further strategies and the plans, by name.
+
+    Raises:
+        InputError: as `make_lineup`; or plans are for different numbers of ranks.
+    """
+    ranks = {name: plan.world.ranks for name, plan in plans.items()}
+    if len({*ranks.values()}) > 1:
+        raise InputError(
+            f"--plan: found plans for {' and '.join(map(str, sorted({*ranks.values()})))} ranks, expected all for one "
+            f"number of ranks; compare those of each number by themselves"
+        )
+    found: dict[str, BucketVariant] = {}
+    for name, plan in plans.items():
+        for variant in make_lineup(plan, problem, strategies, hooks=()).variants:
+            if variant.kind != "no_communication":
+                named = name if variant.name == PLAN else variant.name
+                found.setdefault(named, variant.renamed(named))
+        found.setdefault(DDP_AGAIN, BucketVariant(name=DDP_AGAIN, kind="ddp", hook="rounding", exact=False))
+    first = (DDP, DDP_AGAIN)
+    return [*(found[name] for name in first), *(one for name, one in found.items() if name not in first)]
+
+
+def named_plans(paths: Sequence[str], plans: Sequence[Plan]) -> dict[str, Plan]:
+    """Return plans by name: `plan` where there is one, otherwise the paths of their files.
+
+    Raises InputError where a file is named twice.
+    """
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise InputError(f"--plan: found {twice} twice, expected each plan once; leave one out")
+    return {PLAN: plans[0]} if len(plans) == 1 else dict(zip(paths, plans, strict=True))
+
+
+def predicted_on(
+    cluster: str | None, profile: Profile | None, contestants: Sequence[BucketVariant]
+) -> dict[str, float] | None:
+    """Return the predicted step of each contestant on a named cluster, in µs; None without one.
+
+    Raises:
+        InputError: there is no such cluster, no profile, or a plan's step there cannot be predicted.
+    """
+    if cluster is None:
+        return None
+    if profile is None:
+        raise InputError("--on: found no profile, expected that of the plan: add --profile profile.json")
+    problem = make_problem(profile, find_cluster(cluster), where=cluster)
+    found = {}
+    for one in contestants:
+        if one.plan is not None and one.given:
+            schedule = schedule_of(problem, one.plan)
+        else:
+            schedule = make_schedule(problem, DDP if one.kind == "ddp" else one.name)
+        found[one.name] = predict(problem, schedule).iteration_us
+    return found

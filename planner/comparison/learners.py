@@ -1,0 +1,163 @@
+"""The models that contestants of `planner compare --learn` train, from equal starts over equal batches."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planner.comparison.trained import Trained, TrainedScript, evaluated
+from planner.frontend.call import map_leaves
+from planner.jobs.training import SEED, BuiltJob, attribute_user_errors, build
+from planner.profile.bench import Bench
+from runtime.core.members import exchanged_buffers, exchanged_parameters
+from runtime.errors import InputError
+
+DIGEST_BYTES = 1 << 16
+"""Bytes of each tensor of a batch that are compared between contestants."""
+SEED_STRIDE = 10_000
+"""Difference between the seeds of generators in two starts; ranks lie between."""
+
+
+class LearnedJob(Trained):
+    """A TrainingJob that one contestant trains and that is then thrown away; each step has a batch of its own."""
+
+    def __init__(self, built: BuiltJob, first: int) -> None:
+        """Train a job from its batch number `first` on."""
+        super().__init__(built.model)
+        self.name, self._built, self._first = built.spec, built, first
+        self._prepared: tuple[int, Any] | None = None
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the job's optimizer."""
+        return self._built.optimizer
+
+    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Keep nothing: no other contestant trains this model."""
+        return nullcontext()
+
+    def prepare(self, number: int) -> str:
+        """Make the batch of a step, and return a digest of it."""
+        batch = self._built.batch(self._first + number)
+        self._prepared = number, batch
+        return batch_digest(batch)
+
+    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+        """Make one step of the job; arguments as of `Trained.step`."""
+        if self._prepared is None or self._prepared[0] != number:
+            self.prepare(number)
+        assert self._prepared is not None
+        return float(self._built.train(self._prepared[1], forward, optimizer))
+
+    def metric(self) -> float | None:
+        """Return the job's metric, or None if it has none."""
+        metric = self._built.job.metric
+        if metric is None:
+            return None
+        with attribute_user_errors(f"{self.name}: metric(model)"):
+            return evaluated(self.model, metric)
+
+
+def batch_digest(batch: Any) -> str:
+    """Return a digest of shapes, dtypes and first bytes of all tensors of a batch."""
+    digest = hashlib.sha256()
+
+    def take(tensor: Tensor) -> Tensor:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.layout == torch.strided and tensor.numel():
+            flat = tensor.detach().reshape(-1)[: max(1, DIGEST_BYTES // tensor.element_size())]
+            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    map_leaves(batch, lambda leaf: isinstance(leaf, Tensor), take)
+    return digest.hexdigest()
+
+
+class Source:
+    """Gives contestants their models."""
+
+    one_by_one: str | None = None
+    """Reason why contestants have to train one after the other, if any."""
+
+    def __init__(self, name: str, bench: Bench, timeout_s: float | None, steps: int) -> None:
+        """Train `steps` of each seed on the ranks of `bench`; `name` begins messages."""
+        self.name, self.bench, self.timeout_s, self.steps = name, bench, timeout_s, steps
+
+    def trained(self, seed: int) -> Trained:
+        """Return a model at the start of a seed; every rank calls it."""
+        raise NotImplementedError
+
+    def seed_generators(self, seed: int) -> None:
+        """Seed what a contestant draws from, the same for all of them; other ranks draw other values."""
+        number = SEED + 1 + self.bench.world.rank + SEED_STRIDE * seed
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(number)
+
+
+class JobSource(Source):
+    """A new model of a job for each contestant."""
+
+    def __init__(
+        self, spec: str, device: str, start: str | None, bench: Bench, timeout_s: float | None, steps: int
+    ) -> None:  # fmt: skip
+        """Build the job `spec`; `start` is the file of a checkpoint."""
+        super().__init__(spec, bench, timeout_s, steps)
+        self._device, self._start = device, start
+
+    def trained(self, seed: int) -> LearnedJob:
+        """Build the job from the seed, or from the checkpoint."""
+        built = build(self.name, self._device, SEED + seed)
+        done = 0 if self._start is None else load_checkpoint(self._start, built)
+        world = self.bench.world
+        if world.ranks > 1:
+            world.broadcast([*exchanged_parameters(built.model), *exchanged_buffers(built.model)])
+        self.seed_generators(seed)
+        return LearnedJob(built, done + seed * self.steps)
+
+
+class ScriptSource(Source):
+    """A script's one model, which all contestants train from its present state."""
+
+    one_by_one = "a script has one model"
+
+    def __init__(self, trained: TrainedScript, bench: Bench, timeout_s: float | None, steps: int) -> None:
+        super().__init__(trained.name, bench, timeout_s, steps)
+        self._trained = trained
+
+    def trained(self, seed: int) -> TrainedScript:
+        """Return the model, which is restored after each contestant."""
+        self._trained.first = seed * self.steps
+        return self._trained
+
+
+def load_checkpoint(path: str, built: BuiltJob) -> int:
+    """Load model and optimizer from a file of `torch.save`, and return the number of steps that it was made after.
+
+    Args:
+        path: of a `state_dict` of the model, or of a dict with `model`, and perhaps `optimizer` and `step`.
+        built: the job.
+
+    Raises:
+        InputError: there is no such file, or it is of another model or optimizer.
+    """
+    try:
+        state = torch.load(path, map_location=built.device, weights_only=True)
+    except Exception as error:
+        raise InputError(f"--from {path}: {error}; expected a file that torch.save wrote, of tensors only") from error
+    if not isinstance(state, dict):
+        raise InputError(f"--from {path}: found a {type(state).__name__}, expected a dict with model; save one")
+    whole = isinstance(state.get("model"), dict)
+    try:
+        built.model.load_state_dict(state["model"] if whole else state)
+        if whole and state.get("optimizer") is not None:
+            built.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        first = str(error).splitlines()[0]
+        raise InputError(f"--from {path}: {first}; expected a checkpoint of {built.spec}") from error
+    step = state.get("step", 0) if whole else 0
+    return step if isinstance(step, int) else 0

@@ -1,0 +1,44 @@
+"""A plan back into a schedule, so that what a plan costs is known on another cluster."""
+
+from __future__ import annotations
+
+from planner.ir import Bucket, Schedule
+from planner.model.codecs import BY_NAME
+from planner.model.problem import Problem
+from runtime.errors import InputError
+from runtime.plan import Plan, PlanBucket
+
+
+def schedule_of(problem: Problem, plan: Plan) -> Schedule:
+    """Return the schedule of a plan whose steps are synchronous; the inverse of `planner.emit.lower.lower`.
+
+    Args:
+        problem: the profile that the plan was made from, on any cluster.
+        plan: the plan.
+
+    Raises:
+        InputError: the plan has a delay, local updaters or a sharded optimizer step; or gradients or a compressor that
+            the profile or the cost model do not know.
+    """
+    mode = "a delay" if plan.delay else "local updaters" if plan.local_async else ""
+    if mode or plan.sharded:
+        raise InputError(
+            f"found a plan with {mode or 'a sharded optimizer step'}, expected synchronous buckets, whose times on "
+            f"another cluster can be predicted: leave --on out"
+        )
+    index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
+    if odd := next((name for name in plan.gradients if name not in index), None):
+        raise InputError(f"found no gradient {odd!r} in the profile, expected the profile that the plan was made from")
+    return Schedule(buckets=tuple(_bucket(problem, bucket, index) for bucket in plan.buckets))
+
+
+def _bucket(problem: Problem, bucket: PlanBucket, index: dict[str, int]) -> Bucket:
+    made = Bucket(tuple(index[name] for name in bucket.gradients), bucket.transport)
+    if bucket.dense:
+        return made
+    codec = BY_NAME.get(bucket.compressor.name)
+    if codec is None:
+        raise InputError(
+            f"found the compressor {bucket.compressor.name!r}, expected one of: {', '.join(sorted(BY_NAME))}"
+        )
+    return codec.of_spec(bucket.compressor, problem, made)

@@ -1,0 +1,55 @@
+"""The measured cost of a plan in accuracy, on a job. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runtime.plan.strict_json import Name, PositiveCount, Ranks, Record
+
+LearnedVerdict = Literal["as ddp", "worse", "better", "not known"]
+"""Comparison of the last loss with DDP's, by the interval of the paired difference over seeds against ± a margin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyMeasured(Record):
+    """Last loss of a plan against DDP's over the same batches, as `planner compare --learn` measured it.
+
+    Differences are relative: 0.01 is a loss that is 1 % larger.
+    """
+
+    job: Name
+    """The job or script that was trained."""
+    verdict: LearnedVerdict
+    last_loss: float | None = None
+    """Mean over the last tenth of the steps, all ranks and seeds; None: it was not finite."""
+    against_ddp: float | None = None
+    """Mean over seeds of the difference from DDP's last loss."""
+    ci95: tuple[float, float] | None = None
+    """95 % interval of `against_ddp` over seeds; None: there was one seed, or the loss was not finite."""
+    ddp_spread: Annotated[float, Field(ge=0.0)]
+    """Largest difference of DDP from itself with sums in another order."""
+    margin: Annotated[float, Field(gt=0.0)]
+    steps: PositiveCount
+    seeds: PositiveCount
+    ranks: Ranks
+    steps_to_ddp_loss: float | None = None
+    """Steps until the loss that DDP has at 90 % of its steps; None: not reached."""
+    time_to_ddp_loss: float | None = None
+    """Time until that loss, as a share of DDP's."""
+
+    def __str__(self) -> str:
+        told = {"as ddp": "as DDP", "worse": "worse than DDP", "better": "better than DDP", "not known": "not known"}
+        trained = f"after {self.steps} steps, {self.seeds} seed{'s'[: self.seeds > 1]}, on {self.ranks} ranks"
+        loss = "loss not finite" if self.against_ddp is None else f"last loss {self.against_ddp:+.2%}"
+        around = "" if self.ci95 is None else f" ({self.ci95[0]:+.2%} to {self.ci95[1]:+.2%})"
+        return f"{told[self.verdict]}: {loss}{around} {trained} of {self.job}"
+
+
+def cost_line(accuracy: str, measured: AccuracyMeasured | None) -> str | None:
+    """Return what a plan of a class costs in accuracy, as text; None for an exact plan that was not measured."""
+    if measured is None:
+        return None if accuracy == "exact" else "accuracy: not measured on this job (planner compare JOB --learn STEPS)"
+    return f"accuracy: measured, {measured}"

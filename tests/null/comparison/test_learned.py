@@ -1,0 +1,260 @@
+"""What `planner compare --learn` makes of losses: verdicts that hold, rows as promised, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from builders import usual_profile
+
+from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
+from planner.comparison.learned import Learned, LearnedRow, judge, steps_to, summarize_learned, telling_seeds
+from planner.comparison.learners import batch_digest
+from planner.comparison.learning import LearnedRank, LearnedRecord, memory_reason
+from planner.comparison.picture import curves_text
+from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant
+from planner.decide.strategies import STRATEGIES, make_schedule
+from planner.emit.lower import lower
+from planner.emit.read_back import schedule_of
+from planner.model.problem import make_problem
+from runtime.errors import InputError
+from runtime.plan import Plan, parse_plan
+from runtime.plan.measured_accuracy import cost_line
+
+FIELDS = {
+    "name", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss", "verdict",
+}  # fmt: skip
+"""Those that others rely on."""
+
+
+def falling(steps: int, seed: int, factor: float = 1.0) -> list[float | None]:
+    """Losses that fall, with the noise of batches that all contestants have alike."""
+    noise = np.random.default_rng(seed).standard_normal(steps) * 0.05
+    curve: list[float | None] = (factor * (0.5 + np.exp(-np.arange(steps) / (steps / 4)) + noise)).tolist()
+    return curve
+
+
+def learned(
+    factors: Mapping[str, Sequence[float]], steps: int = 40, step_us: float = 100.0, learn: Learn | None = None
+) -> Learned:
+    """Two ranks, whose contestants end at DDP's loss times a factor of each seed."""
+    seeds = len(next(iter(factors.values())))
+    ranks = []
+    for rank in range(2):
+        records = []
+        for name, values in factors.items():
+            record = LearnedRecord(BucketVariant(name=name, kind="ddp"))
+            for seed, factor in enumerate(values):
+                losses = falling(steps, 10 * seed + rank, factor)
+                record.losses += [losses[: steps // 2], losses[steps // 2 :]]
+                record.step_us += [[step_us] * 3, [step_us] * 3]
+            records.append(record)
+        ranks.append(LearnedRank(records, estimated_s=1.0, took_s=2.0))
+    return summarize_learned(ranks, learn or Learn(steps=steps, seeds=seeds))
+
+
+def rows(result: Learned) -> dict[str, LearnedRow]:
+    return {row.name: row for row in result.rows}
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.001, 0.0012, 0.0008], "as ddp"),
+        ([0.05, 0.052, 0.049], "worse"),
+        ([-0.05, -0.052, -0.049], "better"),
+        ([0.004, 0.006, 0.005], "not known"),
+        ([0.1, -0.1, 0.0], "not known"),
+        ([0.001], "not known"),
+        ([0.001, math.nan], "worse"),
+        ([0.001, math.inf], "worse"),
+    ],
+)
+def test_a_verdict_is_by_the_whole_interval(differences: list[float], verdict: str) -> None:
+    interval, found = judge(differences, 0.005)
+    assert found == verdict
+    if interval is not None:
+        assert interval[0] <= np.mean(differences) <= interval[1]
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.02])
+def test_verdicts_are_rarely_wrong(truth: float) -> None:
+    """Of normal differences around what is as DDP, and around what is worse."""
+    rng = np.random.default_rng(3)
+    found = [judge((truth + 0.004 * rng.standard_normal(4)).tolist(), 0.005)[1] for _ in range(2000)]
+    right = "as ddp" if truth == 0.0 else "worse"
+    wrong = sum(one not in (right, "not known") for one in found)
+    assert wrong <= 0.05 * sum(one != "not known" for one in found)
+
+
+def of_moments(mean: float, spread: float, count: int) -> list[float]:
+    """Values with this mean and standard deviation."""
+    values = np.random.default_rng(count).standard_normal(count)
+    found: list[float] = (mean + spread * (values - values.mean()) / values.std(ddof=1)).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("mean", "verdict"), [(0.02, "worse"), (-0.02, "better"), (0.0, "as ddp")])
+def test_what_would_tell_tells(mean: float, verdict: str) -> None:
+    """So many seeds, and not one less, where they have the same mean and standard deviation."""
+    few = of_moments(mean, 0.02, 3)
+    assert judge(few, 0.005)[1] == "not known"
+    count = telling_seeds(few, 0.005)
+    assert count is not None
+    assert judge(of_moments(mean, 0.02, count), 0.005)[1] == verdict
+    assert judge(of_moments(mean, 0.02, count - 1), 0.005)[1] == "not known"
+    assert telling_seeds(of_moments(0.005, 0.02, 3), 0.005) is None
+
+
+def test_when_a_loss_is_reached() -> None:
+    assert steps_to([4.0, 2.0, 1.0], 3.0, 30) == pytest.approx(15.0)
+    assert steps_to([4.0, 2.0, 1.0], 4.0, 30) == pytest.approx(10.0)
+    assert steps_to([4.0, 2.0, 1.0], 0.5, 30) is None
+
+
+def test_rows_have_what_was_promised() -> None:
+    same, worse = [1.0001, 0.9999, 1.0], [1.1, 1.11, 1.09]
+    result = learned({DDP: [1.0] * 3, DDP_AGAIN: same, PLAN: worse})
+    assert all(set(asdict(row)) >= FIELDS for row in result.rows)
+    found = rows(result)
+    assert (found[DDP_AGAIN].verdict, found[PLAN].verdict) == ("as ddp", "worse")
+    assert found[PLAN].against_ddp == pytest.approx(0.1, rel=1e-6)
+    assert found[PLAN].ddp_spread == pytest.approx(1e-4, rel=1e-6)
+    assert found[DDP].time_to_ddp_loss == 1.0
+    assert found[DDP].steps_to_ddp_loss is not None
+    assert "plan is worse than DDP: its last loss differs by +10.00%" in str(result)
+    assert "learning took 2 s, estimated 1 s" in str(result)
+    kept = result.measured(PLAN, "job.py:job")
+    assert (kept.verdict, kept.seeds, kept.ranks) == ("worse", 3, 2)
+
+
+def test_one_seed_is_not_enough_and_a_loose_ddp_is_named() -> None:
+    result = learned({DDP: [1.0], DDP_AGAIN: [1.02], PLAN: [1.0]})
+    assert rows(result)[PLAN].verdict == "not known"
+    assert "of one seed, which has no interval; expected --seeds 2 or more" in str(result)
+    assert "DDP itself, with sums in another order, ends up to 2.00% apart" in str(result)
+
+
+def test_a_plan_whose_loss_is_not_finite_is_worse_and_still_a_row() -> None:
+    result = learned({DDP: [1.0, 1.0], DDP_AGAIN: [1.0, 1.0], PLAN: [1.0, math.nan]})
+    row = rows(result)[PLAN]
+    assert (row.last_loss, row.against_ddp, row.ci95, row.verdict) == (None, None, None, "worse")
+    assert "its loss is not finite" in str(result)
+    assert "curve" not in str(result.measured(PLAN, "job"))
+
+
+@pytest.mark.parametrize(("factor", "message"), [(math.nan, "found a loss of nan with DDP in step 1 of seed 1")])
+def test_without_a_loss_of_ddp_nothing_is_compared(factor: float, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        learned({DDP: [factor], DDP_AGAIN: [1.0]})
+
+
+def test_a_constant_loss_is_refused() -> None:
+    record = LearnedRecord(BucketVariant(name=DDP, kind="ddp"), losses=[[0.5] * 10], step_us=[[1.0]])
+    with pytest.raises(InputError, match=r"found the same loss, 0\.5, in all 10 steps with DDP"):
+        summarize_learned([LearnedRank([record])], Learn(steps=10, seeds=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 5}, "--learn: found 5 steps, expected at least 10"),
+        ({"steps": 20, "seeds": 0}, "--seeds: found 0, expected at least 1"),
+        ({"steps": 20, "seeds": -3}, "--seeds: found -3"),
+        ({"steps": 20, "margin_percent": 0.0}, "--margin: found 0"),
+        ({"steps": 20, "margin_percent": math.nan}, "--margin: found nan"),
+    ],
+)
+def test_options_that_nothing_can_be_learnt_with(options: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Learn(**options)  # type: ignore[arg-type]
+
+
+def test_models_that_do_not_fit_train_one_after_the_other() -> None:
+    assert memory_reason(1 << 30, 3, 4 << 30) is None
+    assert memory_reason(1 << 30, 3, None) is None
+    assert "3 models with their optimizers take about 3.0 GiB on a rank, which has 3.0 GiB free" in str(
+        memory_reason(1 << 30, 3, 3 << 30)
+    )
+
+
+def test_batches_are_told_apart() -> None:
+    batch = {"x": torch.arange(6.0).reshape(2, 3), "y": [torch.tensor([1, 2]), "text"]}
+    same = {"x": torch.arange(6.0).reshape(2, 3), "y": [torch.tensor([1, 2]), "text"]}
+    assert batch_digest(batch) == batch_digest(same)
+    for other in ({**batch, "x": torch.arange(6.0)}, {**batch, "y": [torch.tensor([1, 3]), "text"]}):
+        assert batch_digest(batch) != batch_digest(other)
+
+
+def plan() -> Plan:
+    problem = make_problem(usual_profile())
+    return lower(problem, make_schedule(problem, "wire:int8"))
+
+
+def test_contestants_are_ddp_first_and_each_plan_once() -> None:
+    one, problem = plan(), make_problem(usual_profile())
+    assert [c.name for c in make_contestants({PLAN: one}, None, ())] == [DDP, DDP_AGAIN, PLAN]
+    plans = named_plans(["a.json", "b.json"], [one, one])
+    names = [c.name for c in make_contestants(plans, problem, ["wfbp"])]
+    assert names == [DDP, DDP_AGAIN, "wfbp", "a.json", "b.json"]
+    with pytest.raises(InputError, match=r"found a\.json twice"):
+        named_plans(["a.json", "a.json"], [one, one])
+    other = replace(one, world=replace(one.world, ranks=2 * one.world.ranks, nodes=None))
+    with pytest.raises(InputError, match="expected all for one number of ranks"):
+        make_contestants({"a.json": one, "b.json": other}, None, ())
+
+
+def test_what_was_measured_is_kept_but_changes_no_hash() -> None:
+    one = plan()
+    kept = replace(
+        one,
+        accuracy_measured=learned({DDP: [1.0] * 2, DDP_AGAIN: [1.0] * 2, PLAN: [1.11, 1.1101]}).measured(PLAN, "j:j"),
+    )
+    assert kept.digest() == one.digest()
+    assert parse_plan(kept.to_document()) == kept
+    assert "not measured on this job" in str(cost_line(one.accuracy, one.accuracy_measured))
+    line = cost_line(kept.accuracy, kept.accuracy_measured)
+    assert "accuracy: measured, worse than DDP: last loss +11.0" in str(line)
+    assert cost_line("exact", None) is None
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("lap", "lpp")])
+def test_a_plan_read_back_is_its_schedule(name: str) -> None:
+    """Of all strategies whose steps are synchronous."""
+    problem = make_problem(usual_profile())
+    try:
+        schedule = make_schedule(problem, name)
+    except InputError:
+        pytest.skip("the usual profile has no cost for it")
+    made = lower(problem, schedule)
+    if made.accuracy == "relaxed" or made.sharded:
+        with pytest.raises(InputError, match="expected synchronous buckets"):
+            schedule_of(problem, made)
+        return
+    assert schedule_of(problem, made).buckets == schedule.buckets
+
+
+def test_steps_of_a_named_cluster() -> None:
+    """Those of DDP and of the plan, as `simulate` predicts them there."""
+    one, profile = plan(), usual_profile()
+    contestants = make_contestants({PLAN: one}, None, ())
+    assert predicted_on(None, profile, contestants) is None
+    slow = predicted_on("k80-10gbe", profile, contestants)
+    assert slow is not None
+    assert set(slow) == {DDP, DDP_AGAIN, PLAN}
+    assert slow[DDP] == slow[DDP_AGAIN] > 0.0
+    with pytest.raises(InputError, match="--on: found no profile"):
+        predicted_on("k80-10gbe", None, contestants)
+
+
+def test_the_page_has_curves_and_the_table() -> None:
+    result = learned({DDP: [1.0, 1.0], DDP_AGAIN: [1.0, 1.0], "<plan>": [1.1, 1.101]})
+    text = curves_text(result, "a model", "2026-11-26 10:00 UTC")
+    assert "&lt;plan&gt;" in text
+    assert "<plan>" not in text
+    assert "Loss over steps" in text
+    assert "worse" in text
