@@ -197,7 +197,8 @@ def test_sparsify_merges_layers_so_that_the_step_is_shortest(seed: int) -> None:
     rows = [(int(n), float(t)) for n, t in zip(rng.integers(20, 6000, 7), rng.uniform(0, 90, 7), strict=True)]
     start_up_us = float(rng.uniform(0, 9))
     costs = {name: {"alpha_us": start_up_us, "beta_us_per_byte": 5e-4} for name in ("sparsify", "unpack")}
-    problem = problem_of(rows, **costs if seed % 2 else {})
+    ring = {"all_reduce": {"alpha_us": 60.0, "beta_us_per_byte": 0.015}}
+    problem = problem_of(rows, collectives=ring, **costs if seed % 2 else {})
     by_layer = layer_wise(problem, np.array([50.0, 50.0, 1.0, 50.0, 50.0, 1.0, 1.0]), by_layer=True)
     ks = [k_of(bucket) if not bucket.whole else None for bucket in by_layer.buckets]
     assert {None} < set(ks)
