@@ -16,6 +16,7 @@ from builders import make, profile_document
 from planner import simulate
 from planner.cli.app import main
 from planner.decide.strategies import make_schedule
+from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import TopK
@@ -23,7 +24,7 @@ from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.schedule_text import parse_schedule
 from planner.model.spending import spending
-from planner.search.lags import layer_wise, merge_layers
+from planner.search.lags import fill_buffers, layer_wise, merge_layers
 from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -188,6 +189,19 @@ def test_lags_merges_by_the_rule_of_the_buffer(seed: int) -> None:
         assert ratios(problem, Schedule(buckets=found)) == ratios(problem, alone)
     default, same = (make_schedule(problem, name) for name in ("lags", "lags:1000:2048"))
     assert default == same
+
+
+@pytest.mark.parametrize("model", ["resnet50", "vgg16", "inception-v4"])
+@pytest.mark.parametrize("cluster", ["v100-4x4-10gbe", "p102-1gbe"])
+def test_merged_by_the_buffer_lags_is_no_slower_than_slgs(model: str, cluster: str) -> None:
+    """The order of the paper's Table 2, with its ratio in every layer."""
+    problem = make_problem(find_profile(model), find_cluster(cluster), 16)
+    alone = [
+        Bucket(bucket.gradients, FLAT, TopK.of_layers([max(1, n // 1000) for n in problem.layer_elements(bucket)]))
+        for bucket in make_schedule(problem, "wfbp:layer").buckets
+    ]
+    merged = fill_buffers(problem, Schedule(buckets=tuple(alone)), 2048)
+    assert iteration_us(problem, merged) <= iteration_us(problem, make_schedule(problem, "slgs:0.001"))
 
 
 @pytest.mark.parametrize("seed", range(6))
