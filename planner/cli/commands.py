@@ -282,14 +282,14 @@ class Diff:
 
 @command(app, "planner.cli.explaining", "export")
 class Export:
-    """Give a plan to stock DDP, torch.compile, NCCL or simulators.
+    """Give a plan to stock DDP, torch.compile, NCCL, simulators or programs that draw graphs.
 
-    As DDP's arguments, estimates for its scheduler, rows for its tuner, or a Chakra trace. What cannot be expressed is
-    said, with what it costs.
+    As DDP's arguments, estimates for its scheduler, rows for its tuner, a Chakra trace, or the graph of the step. What
+    cannot be expressed is said, with what it costs.
     """
 
     plan: str = argument(PLAN)
-    to: str = option("ddp, ddp-hook, inductor, nccl-tuner or chakra.", MISSING)
+    to: str = option("ddp, ddp-hook, inductor, nccl-tuner, chakra, graphml or dot.", MISSING)
     profile: str | None = option("The plan's profile: checks buckets, and reports what is lost, in ms.")
     cluster: str | None = cluster_option()
     output: str | None = option("Where to write; default: print it.", None, "-o", "--output")
