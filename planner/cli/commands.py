@@ -282,7 +282,7 @@ class Diff:
 
 @command(app, "planner.cli.explaining", "export")
 class Export:
-    """Give a plan to stock DDP, torch.compile, NCCL, simulators or programs that draw graphs.
+    """Give a plan to stock DDP, torch.compile, NCCL or simulators.
 
     As DDP's arguments, estimates for its scheduler, rows for its tuner, a Chakra trace, or the graph of the step. What
     cannot be expressed is said, with what it costs.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from runtime.errors import InputError
 from runtime.plan import Plan
@@ -59,7 +59,7 @@ class StepGraph:
     """The graph of one step, with its algorithms."""
 
     graph: DiGraph[Node]
-    """From each task to those that wait for it."""
+    """Edges lead from each task to those that wait for it."""
 
     @cached_property
     def order(self) -> list[Node]:
@@ -68,8 +68,7 @@ class StepGraph:
         Raises:
             InputError: tasks wait for each other.
         """
-        import networkx as nx
-
+        nx = _networkx()
         if not nx.is_directed_acyclic_graph(self.graph):
             circle = " → ".join(node.name for node, _ in nx.find_cycle(self.graph))
             raise InputError(
@@ -93,7 +92,7 @@ class StepGraph:
 
     @cached_property
     def slack_us(self) -> dict[Node, float]:
-        """By how many microseconds each task may be longer, alone, without making the step longer."""
+        """Time by which each task may be longer, alone, without making the step longer; microseconds."""
         latest_us: dict[Node, float] = {}
         for node in reversed(self.order):
             followers = (latest_us[after] - after.time_us for after in self.graph.successors(node))
@@ -106,13 +105,11 @@ class StepGraph:
     @cached_property
     def critical_path(self) -> list[Node]:
         """Tasks without a gap between them, from the start of the step to its end; the longest path."""
-        import networkx as nx
-
-        weighted, end = nx.DiGraph(), Node("end", "", 0.0, None)
+        weighted, end = _networkx().DiGraph(), Node("end", "", 0.0, None)
         for node in self.order:
             for after in [*self.graph.successors(node), end]:
                 weighted.add_edge(node, after, weight=node.time_us)
-        path: list[Node] = nx.dag_longest_path(weighted)
+        path: list[Node] = _networkx().dag_longest_path(weighted)
         return path[:-1]
 
     def bucket_slack_us(self, buckets: int) -> list[float | None]:
@@ -141,11 +138,37 @@ class StepGraph:
             low, high = (middle, high) if max(ends_us.values()) <= limit_us else (low, middle)
         return low
 
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """Return by task its resource, its time and slack in microseconds, and whether it is on the critical path."""
+        path = set(self.critical_path)
+        return {
+            node.name: {
+                "resource": node.resource,
+                "time_us": node.time_us,
+                "slack_us": self.slack_us[node],
+                "critical": node in path,
+            }
+            for node in self.order
+        }
+
+    def graphml(self) -> str:
+        """Return the graph as GraphML, with the attributes of tasks."""
+        nx = _networkx()
+        written = nx.DiGraph()
+        for name, attributes in self.attributes().items():
+            written.add_node(name, **attributes)
+        written.add_edges_from((before.name, after.name) for before, after in self.graph.edges)
+        return "\n".join(nx.generate_graphml(written)) + "\n"
+
+
+def _networkx() -> Any:
+    import networkx  # some 0.2 s, which commands that show no graph do not spend
+
+    return networkx
+
 
 def step_graph(tasks: Sequence[Task]) -> StepGraph | None:
     """Return the graph of a step's tasks; None where steps overlap, or the tasks do not follow from each other."""
-    import networkx as nx
-
     compute = [task for task in tasks if task.resource == COMPUTE]
     named = {task.task: task for task in compute}
     if not {"forward", "backward", "update"} <= named.keys() or len(named) != len(compute):
@@ -155,7 +178,7 @@ def step_graph(tasks: Sequence[Task]) -> StepGraph | None:
     update, messages = named["update"], [task for task in tasks if task.resource != COMPUTE]
     parts = _backward_parts(named["backward"], tasks)
     node_of = {id(task): _node(task) for task in chain(messages, (t for t in compute if t.task != "backward"))}
-    graph = nx.DiGraph()
+    graph = _networkx().DiGraph()
     lanes: dict[str, list[tuple[float, float, Node]]] = {}
     for task in tasks:
         if task.task != "backward":

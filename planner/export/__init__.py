@@ -15,9 +15,9 @@ from planner.export.base import Export
 from planner.export.chakra import to_chakra
 from planner.export.ddp import to_ddp
 from planner.export.ddp_hook import to_ddp_hook
-from planner.export.graphs import to_dot, to_graphml
 from planner.export.inductor import to_inductor
 from planner.export.nccl_tuner import to_nccl_tuner
+from planner.export.step_graphs import to_dot, to_graphml
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 from runtime.plan import Plan, check_has_buckets, load_plan

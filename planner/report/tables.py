@@ -114,15 +114,12 @@ def slack_lines(plan: Plan) -> list[str]:
     graph = plan_graph(plan)
     if graph is None:
         return []
-    contended = " (contention counted as predicted)" if (plan.sources or {}).get("contention") else ""
     lines = []
     for link, factor in graph.link_slack().items():
         if factor < LEAST_SLACK:
-            lines.append(f"{link} has no slack: slower messages make the step longer{contended}")
+            lines.append(f"{link} has no slack: slower messages make the step longer")
         else:
-            lines.append(
-                f"messages on {link} may take {factor:.3g} times as long without making the step longer{contended}"
-            )
+            lines.append(f"messages on {link} may take {factor:.3g} times as long without making the step longer")
     times_us: dict[str, float] = {}
     for node in graph.critical_path:
         name = node.name.partition(" part ")[0]

@@ -18,21 +18,15 @@ NOTES = ("times are predicted, in microseconds; contention is in the times, and 
 
 def to_graphml(plan: Plan, problem: Problem | None) -> Export:
     """Return the step as GraphML. Raises InputError where the plan has no timeline of one step."""
-    import networkx as nx
-
     found = _graph(plan)
-    written = nx.DiGraph()
-    for node in found.order:
-        written.add_node(node.name, **_attributes(found)[node.name])
-    written.add_edges_from((before.name, after.name) for before, after in found.graph.edges)
-    return Export(text="\n".join(nx.generate_graphml(written)) + "\n", document=_document(found), notes=NOTES)
+    return Export(text=found.graphml(), document=_document(found), notes=NOTES)
 
 
 def to_dot(plan: Plan, problem: Problem | None) -> Export:
     """Return the step in Graphviz's language. Raises InputError where the plan has no timeline of one step."""
     found = _graph(plan)
     lines = ["digraph step {", "  rankdir=LR;", "  node [shape=box];"]
-    for name, of in _attributes(found).items():
+    for name, of in found.attributes().items():
         label = f"{name}\n{of['time_us'] / 1e3:.3g} ms, slack {of['slack_us'] / 1e3:.3g} ms"
         style = ", penwidth=3" if of["critical"] else ""
         lines.append(f"  {json.dumps(name)} [label={json.dumps(label)}{style}];")
@@ -50,19 +44,6 @@ def _graph(plan: Plan) -> StepGraph:
     return found
 
 
-def _attributes(found: StepGraph) -> dict[str, dict[str, Any]]:
-    path = set(found.critical_path)
-    return {
-        node.name: {
-            "resource": node.resource,
-            "time_us": node.time_us,
-            "slack_us": found.slack_us[node],
-            "critical": node in path,
-        }
-        for node in found.order
-    }
-
-
 def _document(found: StepGraph) -> dict[str, Any]:
     edges = [[before.name, after.name] for before, after in found.graph.edges]
-    return {"tasks": [{"task": name, **of} for name, of in _attributes(found).items()], "edges": edges}
+    return {"tasks": [{"task": name, **of} for name, of in found.attributes().items()], "edges": edges}
