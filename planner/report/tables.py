@@ -311,7 +311,17 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
         for ranks in dict.fromkeys(r.ranks for r in results)
     }
     changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
-    columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"]
+    columns = [
+        "ranks",
+        "strategy",
+        "buckets",
+        "step (ms)",
+        "exposed (ms)",
+        "step / best",
+        "S(N)",
+        "S(N) / N",
+        "all-reduce",
+    ]
     quantiles = list((results[0].quantiles_us or {}) if results else {})
     columns += [f"{name} (ms)" for name in quantiles]
     shown = any(result.critical_path for result in results)
@@ -327,6 +337,8 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
             milliseconds(result.iteration_us),
             milliseconds(result.exposed_us),
             f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
+            f"{result.speed_up:.3g}",
+            f"{result.efficiency:.3f}",
             result.cost_source + (", extrapolated" if result.extrapolated else ""),
             *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
             *([critical_path] if result.critical_path else []),
