@@ -311,23 +311,16 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
         for ranks in dict.fromkeys(r.ranks for r in results)
     }
     changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
-    columns = [
-        "ranks",
-        "strategy",
-        "buckets",
-        "step (ms)",
-        "exposed (ms)",
-        "step / best",
-        "S(N)",
-        "S(N) / N",
-        "all-reduce",
-    ]
+    sources = [result.cost_source + (", extrapolated" if result.extrapolated else "") for result in results]
+    one_source = len(set(sources)) == 1
+    columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "S(N)", "S(N) / N"]
+    columns += [] if one_source else ["all-reduce"]
     quantiles = list((results[0].quantiles_us or {}) if results else {})
     columns += [f"{name} (ms)" for name in quantiles]
     shown = any(result.critical_path for result in results)
     columns += ["critical path"] if shown else []
     rows = []
-    for result in results:
+    for result, source in zip(results, sources, strict=True):
         shares = sorted((result.critical_path or {}).items(), key=lambda item: -item[1])
         critical_path = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
         rows.append((
@@ -339,12 +332,12 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
             f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
             f"{result.speed_up:.3g}",
             f"{result.efficiency:.3f}",
-            result.cost_source + (", extrapolated" if result.extrapolated else ""),
+            *([] if one_source else [source]),
             *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
             *([critical_path] if result.critical_path else []),
         ))  # fmt: skip
     left = ("strategy", "all-reduce", "critical path")
-    title = f"predicted time of one step{changes}"
+    title = f"predicted time of one step{changes}{f'; all-reduce: {sources[0]}' if one_source else ''}"
     return Listing(title, columns, rows, left, label="strategy", details="critical path" if shown else "")
 
 
