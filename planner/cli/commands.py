@@ -142,6 +142,7 @@ class Optimize:
     """Decide how gradients are sent, and how far that is from optimal."""
 
     profile: str = profile_argument()
+    more: list[str] | None = argument("Profiles of later phases: the same model with other inputs.", None)
     cluster: str | None = cluster_option()
     accuracy: str = option("exact, bounded or relaxed: the riskiest class of plan allowed.", "exact")
     allow: str | None = option(ALLOW)
@@ -153,6 +154,8 @@ class Optimize:
     solving: Solving
     lossy: Lossy
     max_memory_mib: float | None = option(MAX_MEMORY)
+    epochs: str | None = option("Epochs of each phase, such as 13,11,3, with several profiles.")
+    steps_per_epoch: str | None = option("Steps of an epoch, one number or one for each phase.")
     from_schedule: str | None = option("Decide nothing: plan the schedule in this file, as --print-after prints it.")
     parallel: str | None = option(PARALLEL)
 
