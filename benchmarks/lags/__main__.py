@@ -1,6 +1,7 @@
 """What LAGS-SGD's theory says, beside what this planner simulates and this runtime measures.
 
 python -m benchmarks.lags                  # prints both tables; some minutes
+python -m benchmarks.lags --part order     # Table 2, simulated: seconds
 python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: seconds
 python -m benchmarks.lags --part measured  # Eq. 20 against emulated hosts: minutes; as root
 python -m benchmarks.lags --part accuracy --scale 0.1
@@ -14,19 +15,18 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.lags import accuracy, bound, measured
+from benchmarks.lags import accuracy, bound, measured, order
 from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import write_part
 from planner.documents.catalog import find_profile
 
-PARTS = ("bound", "measured", "accuracy", "first_dense")
 MODELS = ("resnet50", "vgg16", "bert-base")
 
 
 def main() -> int:
     """Prints, and writes where told to."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=WRITERS, default=list(WRITERS))
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--tasks", nargs="+", choices=accuracy.TASKS, default=list(accuracy.TASKS))
@@ -38,13 +38,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     for part in options.part:
-        text = "\n".join(
-            {"bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense}[part](options)
-        )
+        text = "\n".join(WRITERS[part](options))
         print(text)
         if options.output is not None:
             write_part(options.output, part, text)
     return 0
+
+
+def _order(_: argparse.Namespace) -> list[str]:
+    return list(order.lines(order.settings()))
 
 
 def _bound(options: argparse.Namespace) -> list[str]:
@@ -73,6 +75,11 @@ def _trained(options: argparse.Namespace, ways: Iterable[str]) -> list[str]:
         accuracy.train, accuracy.Sampled, options.tasks, list(ways), options.seeds, options.scale, options.results
     )  # fmt: skip
     return list(accuracy.lines(found))
+
+
+WRITERS = {
+    "order": _order, "bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ def layer_wise(problem: Problem, density: float) -> Schedule:
     """One message for each layer with this share of its elements."""
     buckets = []
     for start, stop in problem.layer_runs:
-        numel = int(problem.numel[start:stop].sum())
-        buckets.append(_sparse(tuple(range(start, stop)), max(1, math.floor(density * numel))))
+        bucket = Bucket(tuple(range(start, stop)))
+        ks = [max(1, math.floor(density * numel)) for numel in problem.layer_elements(bucket)]
+        buckets.append(Bucket(bucket.gradients, FLAT, TopK.of_layers(ks)))
     return Schedule(buckets=tuple(buckets))
 
 

@@ -56,7 +56,13 @@ EXPECTED_GAINS = {2: 1.56, 4: 1.34, 7: 1.31}
 def gain_comparisons() -> list[Comparison]:
     """Two jobs at once, by number of nodes."""
     return [
-        Comparison(what=f"two all-reduces at once, {nodes} nodes", published=value, ours=gain(nodes, 2), unit="×")
+        Comparison(
+            what=f"two all-reduces at once, {nodes} nodes",
+            published=value,
+            ours=gain(nodes, 2),
+            unit="×",
+            by_construction=True,
+        )
         for nodes, value in EXPECTED_GAINS.items()
     ]
 

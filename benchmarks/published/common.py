@@ -42,6 +42,8 @@ class Comparison:
     unit: str = "s"
     method: str = ""
     """Which of the methods that share the cell."""
+    by_construction: bool = False
+    """Whether ours is computed from the published figure, or from what that was computed from: it predicts nothing."""
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ class Section:
     @property
     def counted(self) -> list[Comparison]:
         """Figures that count in the summary."""
-        return [row for row in self.rows if row.method not in self.by_order_only]
+        return [row for row in self.rows if row.method not in self.by_order_only and not row.by_construction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,8 @@ def section_lines(section: Section) -> Iterator[str]:
     yield table_line("figure", *(["method"] if methods else []), "unit", "published", "ours", "ratio")
     yield table_line("---", *(["---"] if methods else []), "---", "--:", "--:", "--:")
     for row in section.rows:
-        numbers = (f"{row.published:.4g}", f"{row.ours:.4g}", f"{row.ratio:.3f}")
+        ratio = f"{row.ratio:.3f}" + (", by construction" if row.by_construction else "")
+        numbers = (f"{row.published:.4g}", f"{row.ours:.4g}", ratio)
         yield table_line(row.what, *([row.method] if methods else []), row.unit, *numbers)
     yield ""
     if cells(section.rows):
@@ -143,4 +144,6 @@ def summary_lines(sections: Sequence[Section]) -> Iterator[str]:
         right = len(groups) - len({swap.first.what for swap in swaps(section.rows)})
         order = f"{right} of {len(groups)}" if groups else ""
         mean, worst = sum(errors) / len(errors), max(errors)
-        yield table_line(section.title, str(len(section.rows)), f"{mean:.1%}", f"{worst:.1%}", order)
+        constructed = sum(row.by_construction for row in section.rows)
+        figures = f"{len(section.rows) - constructed}" + (f" + {constructed}" if constructed else "")
+        yield table_line(section.title, figures, f"{mean:.1%}", f"{worst:.1%}", order)

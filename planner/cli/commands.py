@@ -145,6 +145,7 @@ class Optimize:
     """Decide how gradients are sent, and how far that is from optimal."""
 
     profile: str = profile_argument()
+    more: list[str] | None = argument("Profiles of later phases: the same model with other inputs.", None)
     cluster: str | None = cluster_option()
     accuracy: str = option("exact, bounded or relaxed: the riskiest class of plan allowed.", "exact")
     allow: str | None = option(ALLOW)
@@ -156,6 +157,8 @@ class Optimize:
     solving: Solving
     lossy: Lossy
     max_memory_mib: float | None = option(MAX_MEMORY)
+    epochs: str | None = option("Epochs of each phase, such as 13,11,3, with several profiles.")
+    steps_per_epoch: str | None = option("Steps of an epoch, one number or one for each phase.")
     from_schedule: str | None = option("Decide nothing: plan the schedule in this file, as --print-after prints it.")
     parallel: str | None = option(PARALLEL)
 
@@ -287,12 +290,12 @@ class Diff:
 class Export:
     """Give a plan to stock DDP, torch.compile, NCCL or simulators.
 
-    As DDP's arguments, estimates for its scheduler, rows for its tuner, or a Chakra trace. What cannot be expressed is
-    said, with what it costs.
+    As DDP's arguments, estimates for its scheduler, rows for its tuner, a Chakra trace, or the graph of the step. What
+    cannot be expressed is said, with what it costs.
     """
 
     plan: str = argument(PLAN)
-    to: str = option("ddp, ddp-hook, inductor, nccl-tuner or chakra.", MISSING)
+    to: str = option("ddp, ddp-hook, inductor, nccl-tuner, chakra, graphml or dot.", MISSING)
     profile: str | None = option("The plan's profile: checks buckets, and reports what is lost, in ms.")
     cluster: str | None = cluster_option()
     output: str | None = option("Where to write; default: print it.", None, "-o", "--output")

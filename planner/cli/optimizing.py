@@ -10,6 +10,7 @@ from planner.cli.commands import DECIDING, Optimize
 from planner.cli.options import chosen, printed_json, split_items
 from planner.decide.given import given_request
 from planner.decide.optimize import decide
+from planner.decide.phases import join_phases
 from planner.decide.plan_request import Request
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.catalog import find_cluster, find_profile
@@ -25,7 +26,10 @@ from runtime.plan import Plan
 
 def optimize(asked: Optimize) -> None:
     """Make a plan, save it and print it."""
-    check_writable(asked.output, asked.profile, asked.cluster, asked.from_schedule)
+    check_writable(asked.output, asked.profile, asked.cluster, asked.from_schedule, *(asked.more or ()))
+    if asked.more or asked.epochs is not None or asked.steps_per_epoch is not None:
+        _phases(asked)
+        return
     common: dict[str, Any] = {
         name: getattr(asked, name) for name in ("profile", "cluster", "accuracy", "max_memory_mib")
     }
@@ -34,6 +38,34 @@ def optimize(asked: Optimize) -> None:
     if not printed_json(plan.to_document):
         wrote = f"wrote {asked.output}; see `planner explain {asked.output}`"
         print_plan(plan, make_console(), buckets=False, more=(*_accuracy_lines(asked, plan), wrote))
+
+
+def _phases(asked: Optimize) -> None:
+    """Make one plan of several profiles, save it and print its phases."""
+    if not asked.more or asked.epochs is None or asked.steps_per_epoch is None or asked.parallel or asked.from_schedule:
+        raise InputError(
+            "phases: expected several profiles with --epochs and --steps-per-epoch, without --parallel and "
+            "--from-schedule: planner optimize A.json B.json --epochs 13,11 --steps-per-epoch 40"
+        )
+    counts = [_counts("--epochs", asked.epochs), _counts("--steps-per-epoch", asked.steps_per_epoch)]
+    names = ("cluster", "accuracy", "max_memory_mib")
+    plans = [
+        _buckets(asked, {"profile": profile, **{name: getattr(asked, name) for name in names}})
+        for profile in (asked.profile, *asked.more)
+    ]
+    plan = join_phases(plans, *counts)
+    plan.save(asked.output)
+    if not printed_json(plan.to_document):
+        console = make_console()
+        for line in (*plan.notes, f"wrote {asked.output}"):
+            console.print(line, highlight=False)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    parts = split_items(option, text)
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        raise InputError(f"{option}: found {text!r}, expected whole numbers such as 13,11,3; correct it")
+    return [int(part) for part in parts]
 
 
 def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:

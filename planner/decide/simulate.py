@@ -57,6 +57,11 @@ class Simulation:
     """Time that each resource is idle in a step."""
     message_bytes: dict[str, float]
     """Bytes of the messages that one rank passes to the collectives of a step (a mean one, with delay), by network."""
+    speed_up: float
+    """S(N): how many times as many samples all ranks process in the same time as one alone, with a step of compute and
+    update (MG-WFBP, Eq. 4 and 5)."""
+    efficiency: float
+    """S(N) / N."""
     critical_path: dict[str, float] | None = None
     """Share of the critical path that each kind of task has."""
     ratios: dict[str, float] | None = None
@@ -156,6 +161,8 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
             implied = True
         if problem.cost.cluster.sparsify is None:
             source.append("selection free (no `sparsify` given)")
+    alone_us = problem.compute_end_us + problem.update_us
+    efficiency = alone_us / timeline.iteration_us if timeline.iteration_us > 0.0 else 1.0
     return Simulation(
         strategy=strategy,
         ranks=problem.ranks,
@@ -169,6 +176,8 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         cost_source="; ".join([*source, *notes]),
         idle_us=idle_us(timeline),
         message_bytes=model.message_bytes(problem, schedule),
+        speed_up=problem.ranks * efficiency,
+        efficiency=efficiency,
         critical_path=model.critical_path(problem, schedule) if path else None,
         ratios=ratios(problem, schedule) if strategy.partition(":")[0] == "lags" else None,
         quantiles_us=step_quantiles(problem, schedule, change) if change.jitter else None,

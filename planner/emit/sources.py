@@ -9,9 +9,10 @@ from runtime.version import __version__
 
 
 def describe_sources(problem: Problem) -> dict[str, str]:
-    """Return the sources of model, cluster, compute times and communication times, by name."""
+    """Return the sources of model, sizes of tensors, cluster, compute times and communication times, by name."""
     return {
         "model": _model(problem),
+        "tensors": _tensors(problem),
         "cluster": _cluster(problem.cost.cluster),
         "compute": _compute(problem),
         "communication": _communication(problem),
@@ -24,6 +25,24 @@ def _model(problem: Problem) -> str:
     dtypes = ", ".join(dict.fromkeys(gradient.dtype for gradient in gradients))
     size = mib(int(problem.size_bytes.sum()))
     return f"{problem.profile.model.name}: {pluralize(len(gradients), 'gradient')}, {size}, {dtypes}"
+
+
+TENSOR_KIB = (1, 16, 256, 4096)
+"""Upper ends of the classes of sizes by which tensors are counted."""
+
+
+def _tensors(problem: Problem) -> str:
+    """Return the number of tensors, and their share of the bytes, by size (MG-WFBP, Fig. 5)."""
+    size_bytes = problem.size_bytes
+    total_bytes, counted, low = max(1, int(size_bytes.sum())), [], -1
+    for kib in (*TENSOR_KIB, None):
+        high = int(size_bytes.max()) if kib is None else 1024 * kib
+        inside = size_bytes[(size_bytes > low) & (size_bytes <= high)]
+        if inside.size:
+            name = f"above {TENSOR_KIB[-1]:,} KiB" if kib is None else f"up to {kib:,} KiB"
+            counted.append(f"{inside.size} {name} ({int(inside.sum()) / total_bytes:.0%} of the bytes)")
+        low = high
+    return ", ".join(counted)
 
 
 def _cluster(cluster: Cluster) -> str:

@@ -1,4 +1,4 @@
-"""Layer-wise sparsification (LAGS-SGD, Shi et al., ECAI 2020): one bucket per layer, its ratio by Eq. 19.
+"""Layer-wise sparsification (LAGS-SGD, Shi et al., ECAI 2020): each layer's ratio by Eq. 19, layers merged.
 
 Legal for bounded plans: what is left out of a step stays in a residual and is sent later. Asks the cost model for the
 all-reduce of each layer, and for selection, gather and unpacking of its elements. Biases and normalization layers
@@ -16,7 +16,7 @@ from planner.model.modes import step_us
 from planner.model.problem import Problem
 from planner.passes.base import Candidate, Pass
 from planner.passes.joint import Codecs, Joint
-from planner.search.lags import layer_wise
+from planner.search.lags import layer_wise, merge_layers
 from runtime.plan import Accuracy
 
 
@@ -35,10 +35,10 @@ class Sparsify(Pass):
         return frozenset({TopK})
 
     def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
-        """Return Eq. 19's buckets where they make the step shorter, else the schedule as it was."""
+        """Return Eq. 19's layers, merged for the shortest step, where that is shorter than the schedule given."""
         frontier = Joint(max_ratio=self.max_ratio, protect=self.protect, compress=TopK.option).frontier(
             schedule, problem
         )
-        found = layer_wise(problem, frontier.limits, by_layer=True)
+        found = merge_layers(problem, layer_wise(problem, frontier.limits, by_layer=True))
         shorter = step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE)
         return Candidate(schedule=found if shorter else schedule, frontier=frontier)

@@ -38,10 +38,9 @@ class Progress:
             return items
         if not sys.stderr.isatty():
             return self._said(items, what)
-        from rich.console import Console
-        from rich.progress import track
+        from rich import console, progress
 
-        return track(items, description=f"{what:<26}", console=Console(stderr=True), transient=True)
+        return progress.track(items, description=f"{what:<26}", console=console.Console(stderr=True), transient=True)
 
     def say(self, text: str) -> None:
         """Write a line if there are no bars, unless there was one just now; for parts of what a bar counts."""

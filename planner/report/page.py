@@ -17,7 +17,14 @@ from planner.model.modes import describe
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing
-from planner.report.tables import SUMMARY, bucket_table, interface_lines, summary_rows, uncertainty_line
+from planner.report.tables import (
+    SUMMARY,
+    bucket_table,
+    interface_lines,
+    slack_lines,
+    summary_rows,
+    uncertainty_line,
+)
 from planner.report.tracks import MEASURED, Track, plan_tracks
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.measured import MeasuredStep
@@ -98,7 +105,8 @@ def _buckets(plan: Plan) -> str:
     listing = bucket_table(plan, lambda bucket: _members(bucket, most), MAX_ROWS, "the plan does not say")
     listed = table(replace(listing, title="Buckets in launch order"), markup=("gradients",), cards=True)
     more = [f"The first {MAX_ROWS} of {count} buckets; `planner explain --json` lists all."]
-    return f"{listed}\n{paragraphs(more if count > MAX_ROWS else [])}"
+    said = [f"{line[0].upper()}{line[1:]}." for line in slack_lines(plan)]
+    return f"{listed}\n{paragraphs([*(more if count > MAX_ROWS else []), *said])}"
 
 
 def _members(bucket: PlanBucket, most: int) -> str:

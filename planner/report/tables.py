@@ -22,6 +22,7 @@ from planner.documents.text import (
     pluralize,
     sanitize,
 )
+from planner.emit.step_graph import plan_graph
 from planner.model.codecs import BY_NAME, LOSSY
 from planner.model.modes import describe
 from planner.report.fsdp2_tables import wrapping_lines, wrapping_listings
@@ -73,19 +74,22 @@ def bucket_table(plan: Plan, members: Callable[[PlanBucket], str], most: int, un
         unknown: the text of a bucket without a reason.
     """
     sent = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
-    form = describe(plan).form
+    form, graph = describe(plan).form, plan_graph(plan)
+    slack_us = graph.bucket_slack_us(len(plan.buckets)) if graph else []
     rows = [
         (
             str(index),
             members(bucket),
             mebibytes(bucket.size_bytes),
             *map(milliseconds, times or (None, None)),
+            *([milliseconds(slack_us[index])] if graph else []),
             form or bucket_form(bucket),
             sanitize(bucket.reason or unknown, SENTENCE_CHARACTERS),
         )
         for index, (bucket, times) in enumerate(zip(plan.buckets[:most], sent, strict=False))
     ]
-    columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
+    slack = ("slack (ms)",) if graph else ()
+    columns = ("#", "gradients", "size", "start (ms)", "end (ms)", *slack, "how", "why")
     return Listing("buckets in launch order", columns, rows, left=("gradients", "how", "why"), details="why")
 
 
@@ -96,7 +100,7 @@ def _bucket_table(plan: Plan) -> Listing:
 
     table = bucket_table(plan, members, SHOWN_BUCKETS, "")
     more = len(plan.buckets) - SHOWN_BUCKETS
-    last = [("…", f"{more} more buckets: see --json", *[""] * 5)] if more > 0 else []
+    last = [("…", f"{more} more buckets: see --json", *[""] * (len(table.columns) - 2))] if more > 0 else []
     return replace(table, rows=[*table.rows, *last])
 
 
@@ -105,6 +109,32 @@ def bucket_form(bucket: PlanBucket) -> str:
     form = sanitize(str(bucket.transport))
     return form if bucket.dense else f"{form} {sanitize(bucket.compressor.name)}"
 
+
+def slack_lines(plan: Plan) -> list[str]:
+    """Return how much slower each network may be, and the critical path; nothing where steps overlap."""
+    graph = plan_graph(plan)
+    if graph is None:
+        return []
+    lines = []
+    for link, factor in graph.link_slack().items():
+        if factor < LEAST_SLACK:
+            lines.append(f"{link} has no slack: slower messages make the step longer")
+        else:
+            lines.append(f"messages on {link} may take {factor:.3g} times as long without making the step longer")
+    times_us: dict[str, float] = {}
+    for node in graph.critical_path:
+        name = node.name.partition(" part ")[0]
+        times_us[name] = times_us.get(name, 0.0) + node.time_us
+    parts = [f"{name} {milliseconds(time_us)} ms" for name, time_us in times_us.items() if time_us > 0.0]
+    if len(parts) > SHOWN_PATH:
+        parts[SHOWN_PATH - 1 : -1] = [f"{len(parts) - SHOWN_PATH} more"]
+    return [*lines, f"critical path: {', '.join(parts)}"]
+
+
+LEAST_SLACK = 1.005
+"""Factor of a network's slack below which there is none to speak of."""
+SHOWN_PATH = 12
+"""Tasks of a critical path that are listed."""
 
 NOISY = 0.05
 """Uncertainty of a prediction, as a share of the step, above which measuring again helps."""
@@ -236,7 +266,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
     lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
     lines += filter(None, [cost_line(plan.accuracy, plan.accuracy_measured)])
     if buckets:
-        lines += loading_lines(plan)
+        lines += [*slack_lines(plan), *loading_lines(plan)]
         sources = (plan.sources or {}).items()
         lines += [f"{sanitize(name)}: {sanitize(text, SENTENCE_CHARACTERS)}" for name, text in sources]
     for line in (*lines, *more):
@@ -283,13 +313,16 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
         for ranks in dict.fromkeys(r.ranks for r in results)
     }
     changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
-    columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"]
+    sources = [result.cost_source + (", extrapolated" if result.extrapolated else "") for result in results]
+    one_source = len(set(sources)) == 1
+    columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "S(N)", "S(N) / N"]
+    columns += [] if one_source else ["all-reduce"]
     quantiles = list((results[0].quantiles_us or {}) if results else {})
     columns += [f"{name} (ms)" for name in quantiles]
     shown = any(result.critical_path for result in results)
     columns += ["critical path"] if shown else []
     rows = []
-    for result in results:
+    for result, source in zip(results, sources, strict=True):
         shares = sorted((result.critical_path or {}).items(), key=lambda item: -item[1])
         critical_path = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
         rows.append((
@@ -299,12 +332,14 @@ def simulation_table(results: Sequence[Simulation]) -> Listing:
             milliseconds(result.iteration_us),
             milliseconds(result.exposed_us),
             f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
-            result.cost_source + (", extrapolated" if result.extrapolated else ""),
+            f"{result.speed_up:.3g}",
+            f"{result.efficiency:.3f}",
+            *([] if one_source else [source]),
             *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
             *([critical_path] if result.critical_path else []),
         ))  # fmt: skip
     left = ("strategy", "all-reduce", "critical path")
-    title = f"predicted time of one step{changes}"
+    title = f"predicted time of one step{changes}{f'; all-reduce: {sources[0]}' if one_source else ''}"
     return Listing(title, columns, rows, left, label="strategy", details="critical path" if shown else "")
 
 

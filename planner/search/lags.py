@@ -3,21 +3,37 @@
 A layer's message has to hide behind the backward of the layer that comes next, selection included; the last layer in
 backward has nothing to hide behind. A layer whose dense all-reduce hides stays dense. Otherwise the most elements whose
 gather hides are sent, but never fewer than 1/c_u of them.
+
+A message of few elements takes little more than its start-up. The paper's rule against that is a buffer of selected
+elements (`fill_buffers`); `merge_layers` merges the same elements so that the step is shortest. Neither changes a k.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.sparse import SelectionCost, SparsePhase
 from planner.ir import Bucket, Schedule
-from planner.model.codecs import TopK
+from planner.model.codecs import DENSE_FORM, Form, TopK
+from planner.model.compression import Limits
+from planner.model.modes import best_of, step_us
 from planner.model.problem import Problem
+from planner.search.forms import FlatForms
+from planner.search.labels import search
+from planner.search.tables import bucket_tables
 from runtime.plan.transports import FLAT
+
+DEFAULT_BUFFER = 2048
+"""Selected elements of a full buffer, by default: 16 KiB of values and indices from each rank."""
+CONTENDED_LABELS = 8
+"""Labels of a prefix where compute and network slow each other down, of which labels know nothing."""
 
 
 def layer_wise(problem: Problem, limits: NDArray[np.float64], *, by_layer: bool = False) -> Schedule:
@@ -150,3 +166,92 @@ class _Gather:
         bends = np.concatenate([*gathers, *(cost.density * numel for cost in self._selection), [1.0, numel]])
         bends = np.clip(bends, 1.0, numel)
         return np.unique(np.concatenate([np.floor(bends), np.ceil(bends)])).astype(np.int64)
+
+
+def fill_buffers(problem: Problem, schedule: Schedule, buffer: int) -> Schedule:
+    """Return a schedule whose sparse buckets are merged by the rule of LAGS-SGD's buffer (Section 5).
+
+    Selected elements of one layer after the other are stored; what is stored is sent as one message once it holds
+    `buffer` elements, or the first layer has come. A dense bucket sends what is stored before it, for a bucket holds
+    consecutive gradients.
+
+    Args:
+        problem: the step.
+        schedule: buckets as `layer_wise` returns them with `by_layer`.
+        buffer: selected elements of a full buffer; 0: each bucket is sent by itself.
+    """
+    return Schedule(buckets=tuple(_buffered(problem, schedule.buckets, buffer)))
+
+
+def _buffered(problem: Problem, buckets: Iterable[Bucket], buffer: int) -> Iterator[Bucket]:
+    stored: Bucket | None = None
+    for bucket in buckets:
+        if not isinstance(bucket.codec, TopK):
+            yield from [stored, bucket] if stored else [bucket]
+            stored = None
+            continue
+        stored = _joined(problem, stored, bucket) if stored else bucket
+        if isinstance(stored.codec, TopK) and stored.codec.k >= buffer:
+            yield stored
+            stored = None
+    if stored:
+        yield stored
+
+
+def _joined(problem: Problem, first: Bucket, second: Bucket) -> Bucket:
+    """Return one bucket with the elements of two that follow each other."""
+    ks, more = (list(bucket.codec.ks or ()) if isinstance(bucket.codec, TopK) else [] for bucket in (first, second))
+    names = problem.layers_by_name
+    if names[first.gradients[-1]] == names[second.gradients[0]]:  # a bucket has one k for each run of a name
+        more[0] += ks.pop()
+    return Bucket(first.gradients + second.gradients, FLAT, TopK.of_layers(ks + more))
+
+
+def merge_layers(problem: Problem, schedule: Schedule) -> Schedule:
+    """Return a schedule whose consecutive buckets are merged so that the step is shortest; k of every layer stays.
+
+    Dense buckets merge among themselves, and with sparse ones, whose message then holds all of their elements. Exact
+    up to 16 buckets, and where selection has no start-up; with contention the best found; never longer than given.
+
+    Args:
+        problem: the step.
+        schedule: buckets as `layer_wise` returns them with `by_layer`.
+    """
+    if problem.ranks == 1 or all(bucket.whole for bucket in schedule.buckets):
+        return schedule
+    limits = Limits(_own_ratios(problem, schedule), Limits.nothing(problem).whole)
+    forms = FlatForms(problem, [DENSE_FORM, Form(FLAT, TopK(), float(limits.ratios.max()))], limits)
+    places = np.array([0, *schedule.stops], dtype=np.int64)
+    tables = bucket_tables(problem, forms.forms, limits, places)
+    sparse = np.concatenate([[0], np.cumsum(limits.ratios > 1.0)])[places]
+    # A dense bucket of layers that are selected from would send more than their k.
+    tables.cost_us[0][sparse[None, :] > sparse[:, None]] = np.inf
+    # The labels are exact on up to 16 places that are numbered one after the other.
+    tables = replace(tables, places=np.arange(len(places)))
+    found, end_us = [schedule], step_us(problem, schedule) - problem.update_us
+    if problem.contended:  # labels know of no contention: messages take what they do alone, or while backward runs
+        factors = sorted({1.0, problem.contention.network})
+        slowed = [replace(tables, cost_us=tables.cost_us * factor) for factor in factors]
+        solutions = [search(each, len(forms.forms), math.inf, labels=CONTENDED_LABELS) for each in slowed]
+    else:
+        solutions = [search(tables, len(forms.forms), end_us)]
+    for solution in filter(None, solutions):
+        stops = places[np.array(solution.stops)].tolist()
+        found.append(forms.schedule(tuple(zip(stops, solution.forms, strict=True))))
+    return best_of(problem, found)
+
+
+def _own_ratios(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
+    """Return for each gradient the ratio whose k is the one that its layer has here; 1 where it is sent whole."""
+    ratios = np.ones(problem.count)
+    for number, bucket in enumerate(schedule.buckets):
+        if not isinstance(bucket.codec, TopK):
+            continue
+        names = [problem.layers_by_name[index] for index in bucket.gradients]
+        edges = [place for place in range(1, len(names)) if names[place] != names[place - 1]]
+        for (start, stop), k in zip(pairwise([0, *edges, len(names)]), bucket.codec.ks or (), strict=True):
+            run = slice(bucket.gradients[0] + start, bucket.gradients[0] + stop)
+            # Between k − 1 and k, so that rounding up gives k; buckets that follow each other never have one ratio,
+            # for two that share a layer's name must not count as one run.
+            ratios[run] = int(problem.numel[run].sum()) / (k - 0.5 + 0.25 * (number % 2))
+    return ratios

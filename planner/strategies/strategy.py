@@ -118,6 +118,33 @@ def whole(label: str, unit: str, at_most: int) -> Argument:
     return Argument(label, f"a whole number of {unit} from 1 to {at_most}, such as {{name}}:4", read)
 
 
+def number_and_count(label: str, unit: str, at_most: float, counted: str, most: int) -> Argument:
+    """Return an argument that is a number from 1 to `at_most`, perhaps with a colon and a whole number up to `most`.
+
+    Args:
+        label: both placeholders: `MAX_RATIO:BUFFER`.
+        unit: what the first counts.
+        at_most: the largest first.
+        counted: what the second counts.
+        most: the largest second; 0 is allowed.
+    """
+
+    def read(text: str) -> tuple[float, int] | tuple[float]:
+        first, colon, second = text.partition(":")
+        value = _within(float(first), 1.0, at_most)
+        if not colon:
+            return (value,)
+        if not (second.isascii() and second.isdecimal() and len(second) < 10 and int(second) <= most):
+            raise ValueError
+        return value, int(second)
+
+    expected = (
+        f"a number of {unit} from 1 up to {at_most:g}, such as {{name}}:25, and perhaps a whole number of {counted} "
+        f"from 0 to {most}, such as {{name}}:25:4096"
+    )
+    return Argument(f"{label.partition(':')[0]}|{label}", expected, read)
+
+
 def word(words: Sequence[str], expected: str) -> Argument:
     """Return an argument that is one of some words."""
 

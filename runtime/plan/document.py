@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -237,6 +237,15 @@ class UpdatePlan(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhasePlan(Record):
+    """The plan of one phase of a training: a resolution, a part with compression."""
+
+    plan: Plan
+    until_step: PositiveCount | None = None
+    """First step of the next phase, counted from 0; None: until `session.next_phase()`, or the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan(Document):
     """The contents of plan.json."""
 
@@ -249,10 +258,12 @@ class Plan(Document):
     """Interfaces that the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every
     line that works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
     buckets: Annotated[tuple[PlanBucket, ...], Field(max_length=MAX_BUCKETS)]
-    """Buckets; at least one, but none in a plan for FSDP2."""
+    """Buckets; at least one, but none in a plan for FSDP2 or in phases."""
     from_step: PositiveCount | None = None
     """First step of the run with compressed buckets, as `Session.step` counts; those before it are exact, in the same
     buckets. None: all steps are compressed."""
+    phases: Annotated[tuple[PhasePlan, ...], Field(min_length=2, max_length=1000)] | None = None
+    """Plans that follow each other, in place of buckets; `accuracy` and `interface` are those of all of them."""
     fsdp2: FullyShardPlan | None = None
     """Wrapping for `planner.fully_shard`, in place of buckets."""
     delay: DelaySpec | None = None
@@ -351,7 +362,10 @@ class Plan(Document):
         document.setdefault("local_async", None)
         if not self.notes:
             document.pop("notes", None)
-        order = ("schema", "model", "world", "accuracy", "interface", "notes", "from_step", "buckets", "fsdp2", "delay")
+        order = (
+            "schema", "model", "world", "accuracy", "interface", "notes", "from_step", "buckets", "phases", "fsdp2",
+            "delay",
+        )  # fmt: skip
         return {key: document[key] for key in (*order, "local_async", *document) if key in document}
 
     def digest(self) -> str:
@@ -403,7 +417,14 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
 
 
 def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
-    """Raise InputError where a plan is for FSDP2, and what is asked of it is about buckets; `where` names the plan."""
+    """Raise InputError where a plan is for FSDP2 or in phases, and what is asked of it is about buckets; `where` names
+    the plan.
+    """
+    if plan.phases is not None:
+        raise InputError(
+            f"{where}: found a plan in {len(plan.phases)} phases, expected one with buckets; save the plan of one "
+            f"phase ($.phases[0].plan) as a file"
+        )
     if plan.fsdp2 is not None:
         raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")
 
@@ -420,7 +441,9 @@ def _from_step_problem(plan: Plan, path: str) -> str | None:
 
 
 def _buckets_problem(plan: Plan, path: str) -> str | None:
-    """Return what is wrong where a plan has neither buckets nor a wrapping for FSDP2, or both; or of the latter."""
+    """Return what is wrong where a plan has not one of buckets, phases and a wrapping for FSDP2; or of the last two."""
+    if plan.phases is not None:
+        return _phases_problem(plan, plan.phases, path)
     if plan.fsdp2 is None:
         if not plan.buckets:
             return f"{path}.buckets: found [], expected at least 1 item; {HINT}"
@@ -442,6 +465,31 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
             f"round; expected accuracy bounded: plan with --accuracy bounded, or take it out"
         )
     return plan.fsdp2.problem_on(plan.world.ranks, f"{path}.fsdp2")
+
+
+def _phases_problem(plan: Plan, phases: Sequence[PhasePlan], path: str) -> str | None:
+    for name in ("buckets", "fsdp2", "delay", "local_async", "updates", "fallback"):
+        if getattr(plan, name):
+            return f"{path}.{name}: found it with phases, which have their own; take it out"
+    before = 0
+    for number, phase in enumerate(phases):
+        here, of = f"{path}.phases[{number}]", phase.plan
+        if of.phases is not None or of.fsdp2 is not None:
+            return f"{here}.plan: found no plan with buckets, expected one: {HINT}"
+        if of.world.ranks != plan.world.ranks or set(of.gradients) != set(phases[0].plan.gradients):
+            return f"{here}.plan: found another model or number of ranks than in $.phases[0].plan, expected the same"
+        if get_args(Accuracy).index(of.accuracy) > get_args(Accuracy).index(plan.accuracy):
+            return f"{here}.plan.accuracy: found {of.accuracy}, expected at most the plan's own, {plan.accuracy}"
+        if missing := sorted(set(of.interfaces) - set(plan.interfaces)):
+            return f"{path}.interface: found no {missing[0]}, which phase {number} needs; add it"
+        if number == len(phases) - 1:
+            if phase.until_step is not None:
+                return f"{here}.until_step: found {phase.until_step} in the last phase, expected none; take it out"
+        elif phase.until_step is not None:
+            if phase.until_step <= before:
+                return f"{here}.until_step: found {phase.until_step}, expected more than {before}, where it begins"
+            before = phase.until_step
+    return None
 
 
 def interface_problem(plan: Plan, path: str = "the plan") -> str | None:

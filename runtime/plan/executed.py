@@ -9,6 +9,7 @@ from runtime.plan.document import (
     CompressorSpec,
     ModelReference,
     NormPlan,
+    PhasePlan,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -45,6 +46,8 @@ def executed_part(plan: Plan) -> Plan:
         world=PlanWorld(ranks=plan.world.ranks, nodes=plan.world.nodes),
         interface=plan.interfaces or None,
         buckets=tuple(map(executed_bucket, plan.buckets)),
+        phases=plan.phases
+        and tuple(PhasePlan(plan=executed_part(one.plan), until_step=one.until_step) for one in plan.phases),
         fsdp2=None if plan.fsdp2 is None else _executed_fsdp2(plan.fsdp2),
         local_async=plan.local_async and replace(plan.local_async, synchronous=plan.local_async.synchronous or None),
         fallback=None if plan.fallback is None else executed_part(plan.fallback),

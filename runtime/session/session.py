@@ -40,7 +40,9 @@ from runtime.monitor.recorder import Recorder
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.plan import Plan, load_plan
+from runtime.plan.document import PhasePlan
 from runtime.session.monitor import Monitor
+from runtime.session.phases import Phases
 from runtime.session.report import Report, make_report
 from runtime.sparse.samples import Sampled
 from runtime.torch_compat import (
@@ -352,6 +354,8 @@ class Session:
             CommunicationError: a rank did not come within the deadline.
         """
         self._pause("session.switch")
+        if isinstance(self._director, Phases):
+            self._director = None  # from now on the caller decides
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
         digest = "" if prepared is None else prepared[0].plan.digest()
@@ -362,6 +366,32 @@ class Session:
         self._monitor.try_plan(prepared[0].plan)
         if at_step == self.step:
             self._change_over()
+
+    def next_phase(self) -> None:
+        """Begin the next phase of a plan with the next step; every rank calls this between the same two steps.
+
+        Later phases end where the plan says, counted in steps from the beginning of the run. A call of `switch` ends
+        phases.
+
+        Raises:
+            InputError: the plan has no phases, or this is the last one; called inside a backward, or after `detach`.
+            PlanMismatch: on all ranks alike, as `switch`.
+            CommunicationError: a rank did not come within the deadline.
+        """
+        phases = self._director
+        if not isinstance(phases, Phases):
+            raise InputError("session.next_phase: found a plan without phases, expected one by `planner optimize A B`")
+        self.switch(phases.advance())
+        self._director = phases
+
+    @property
+    def phase(self) -> int:
+        """Number of the present phase of a plan in phases, counted from 0; 0 with any other plan."""
+        return self._director.index if isinstance(self._director, Phases) else 0
+
+    def _follow(self, phases: Sequence[PhasePlan]) -> None:
+        """Train by these phases, of which the first is the present plan."""
+        self._director = Phases(phases, lambda: self.step, self._monitor.try_plan)
 
     def _thawed(self, names: Sequence[str]) -> bool:
         """Return whether parameters that have become trainable since attach are in buckets from now on; called before a
@@ -423,7 +453,7 @@ class Session:
 
     def report(self) -> Report:
         """Return predicted and measured times, in µs, of the last steps of this run on this rank."""
-        in_run = self._director is not None
+        in_run = self._director is not None and not isinstance(self._director, Phases)
         mode = self._mode  # first steps of another kind have no prediction
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)

@@ -48,6 +48,13 @@ def test_sections_show_every_figure_and_the_summary_counts_them() -> None:
     assert list(summary_lines([section]))[-1] == "| Title | 2 | 10.0% | 10.0% | 0 of 1 |"
 
 
+def test_rows_by_construction_are_in_no_mean() -> None:
+    known = Comparison(what="read back", published=2.0, ours=2.0, by_construction=True)
+    section = Section(title="Title", about="About.", rows=[*rows(a=(1.0, 1.1)), known], remarks="Words.")
+    assert "| read back |  | s | 2 | 2 | 1.000, by construction |" in list(section_lines(section))
+    assert list(summary_lines([section]))[-1] == "| Title | 1 + 1 | 10.0% | 10.0% |  |"
+
+
 def test_methods_that_are_published_well_apart_are_never_put_the_other_way_round() -> None:
     """Equal predictions, and methods that are close in the publication, are listed in the report."""
     found = [swap for section in validate.sections() for swap in swaps(section.rows)]

@@ -186,7 +186,7 @@ def test_passes_by_name() -> None:
     )
     assert seen == ["merge", "sparsify"]
     assert plan.accuracy == "bounded"
-    assert [len(bucket.gradients) for bucket in plan.buckets] == [2, 1, 1, 2]
+    assert [len(bucket.gradients) for bucket in plan.buckets] == [3, 1, 2]
     assert "decided by sparsify" in ((plan.certificate and plan.certificate.note) or "")
     assert [point.max_ratio for point in plan.frontier or ()][-1] == 50.0
     own = optimize(

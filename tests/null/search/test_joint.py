@@ -29,7 +29,7 @@ from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
 from planner.search.forms import FlatForms
 from planner.search.labels import search
-from planner.search.lags import apportion, layer_wise
+from planner.search.lags import apportion, layer_wise, merge_layers
 from planner.search.tables import bucket_tables, flat_forms
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -285,17 +285,20 @@ def test_sparsify_keeps_to_limits_and_is_the_strategy_without_protection(problem
     protect = protect if any("weight" in gradient.name for gradient in problem.profile.compute.gradients) else ""
     limits = ratio_limits(problem, 20.0, protect)
     found = layer_wise(problem, limits, by_layer=True)
+    merged = merge_layers(problem, found)
+    verify(merged, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
+    assert step_us(problem, merged) <= step_us(problem, found) * (1 + 1e-12)
     verify(found, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
     for bucket in found.buckets:
         assert compression(problem, [bucket])[0] <= 20.0 * (1 + 1e-12)
         assert bucket.whole or all(limits[index] > 1.0 for index in bucket.gradients)
     if protect == "none" and all(gradient.numel for gradient in problem.profile.compute.gradients):
-        strategy = make_schedule(problem, "lags:20")
+        strategy = make_schedule(problem, "lags:20:0")
         apart = [len(problem.layer_elements(bucket)) > 1 for bucket in strategy.buckets]
         assert [k_of(b) for b in found.buckets] == [k_of(b) for b in strategy.buckets] or any(apart)
     start = exact_of(problem)
     result = Sparsify(max_ratio=20.0, protect=protect).apply(start, problem).schedule
-    assert result == (found if step_us(problem, found) < step_us(problem, start) * (1 - 1e-12) else start)
+    assert result == (merged if step_us(problem, merged) < step_us(problem, start) * (1 - 1e-12) else start)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 300), st.sampled_from([1.0, 4.0, 100.0]))

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
+import sparse_reference
 from builders import make, profile_document
 
 from planner import simulate
 from planner.cli.app import main
 from planner.decide.strategies import make_schedule
+from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import TopK
@@ -21,6 +24,7 @@ from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.schedule_text import parse_schedule
 from planner.model.spending import spending
+from planner.search.lags import fill_buffers, layer_wise, merge_layers
 from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -100,17 +104,17 @@ def test_lags_by_hand() -> None:
     problem = problem_of(
         sparsify={"alpha_us": 2.0, "beta_us_per_byte": 0.0005}, unpack={"alpha_us": 1.0, "beta_us_per_byte": 0.0}
     )
-    schedule = make_schedule(problem, "lags")
+    schedule = make_schedule(problem, "lags:1000:0")
     # Layer 0: 20 + 0.24 k + 2 + 2 + 1 ≤ 100. Layer 1: 20 + 0.24 k + 2 + 8 + 1 > 30. Layer 2 has no budget at all.
     assert [k_of(bucket) for bucket in schedule.buckets] == [312, 4, 1]
     assert ratios(problem, schedule) == {"layer0": 1000 / 312, "layer1": 1000.0, "layer2": 100.0}
-    assert [k_of(bucket) for bucket in make_schedule(problem, "lags:10").buckets] == [312, 400, 10]
-    assert [k_of(bucket) for bucket in make_schedule(problem, "lags:3").buckets] == [334, 1334, 34]
+    assert [k_of(bucket) for bucket in make_schedule(problem, "lags:10:0").buckets] == [312, 400, 10]
+    assert [k_of(bucket) for bucket in make_schedule(problem, "lags:3:0").buckets] == [334, 1334, 34]
 
 
 def test_lags_leaves_layers_dense_that_hide() -> None:
     problem = problem_of([(1000, 50.0), (10, 120.0), (10, 60.6)])
-    assert str(make_schedule(problem, "lags")) == (
+    assert str(make_schedule(problem, "lags:1000:0")) == (
         "[0] all_reduce/library none\n[1] all_reduce/library none\n[2] sparse/flat topk k=1"
     )
 
@@ -121,7 +125,7 @@ def test_lags_finds_the_largest_k_that_fits() -> None:
     for _ in range(20):
         rows = [(int(n), float(t)) for n, t in zip(rng.integers(1, 400, 6), rng.uniform(0, 80, 6), strict=True)]
         problem = problem_of(rows, sparsify={"alpha_us": 1.0, "beta_us_per_byte": 0.002})
-        for index, bucket in enumerate(make_schedule(problem, "lags:50").buckets):
+        for index, bucket in enumerate(make_schedule(problem, "lags:50:0").buckets):
             numel, budget_us = rows[index][0], rows[index + 1][1] if index < 5 else 0.0
             if bucket.whole:
                 assert 60.0 + 0.015 * 4 * numel <= budget_us
@@ -144,16 +148,92 @@ def test_lags_finds_the_largest_k_where_measured_times_fall_with_k(seed: int) ->
     problem = problem_of(rows, samples=samples, sparsify=selects)
     (phase,) = problem.sparse_phases(FLAT)
     select = problem.selection_cost(FLAT)
-    for index, bucket in enumerate(make_schedule(problem, "lags:50").buckets):
+    for index, bucket in enumerate(make_schedule(problem, "lags:50:0").buckets):
         numel, budget_us = rows[index][0], rows[index + 1][1] if index < 5 else 0.0
         k = np.arange(1, numel + 1)
         fitting = k[phase.curve(4.0 * 8 * k) + select(4.0 * numel, k / numel) <= budget_us]
         assert k_of(bucket) == max([-(-numel // 50), *fitting[-1:].tolist()])
 
 
+def buffered(ks: list[int | None], buffer: int) -> list[list[int]]:
+    """The rule of Section 5 in plain words, on k of layers in the order of backward (None: dense): store; send what is
+    stored when it holds `buffer` elements, when the first layer has come, and before a dense layer.
+    """
+    messages: list[list[int]] = []
+    stored: list[int] = []
+    for layer, k in enumerate(ks):
+        if k is None:
+            messages += [stored, [layer]] if stored else [[layer]]
+            stored = []
+            continue
+        stored.append(layer)
+        if sum(ks[each] or 0 for each in stored) >= buffer or layer == len(ks) - 1:
+            messages.append(stored)
+            stored = []
+    return messages + [stored] * bool(stored)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lags_merges_by_the_rule_of_the_buffer(seed: int) -> None:
+    """k of each layer as without a buffer, which tests by hand have; messages by the rule in plain words."""
+    rng = np.random.default_rng(seed)
+    rows = [(int(n), float(t)) for n, t in zip(rng.integers(1, 4000, 12), rng.uniform(0, 90, 12), strict=True)]
+    problem = problem_of(rows)
+    alone = make_schedule(problem, "lags:50:0")
+    ks = [None if bucket.whole else k_of(bucket) for bucket in alone.buckets]
+    for buffer in (1, 40, 150, 10**8):
+        found = make_schedule(problem, f"lags:50:{buffer}").buckets
+        assert [list(bucket.gradients) for bucket in found] == buffered(ks, buffer)
+        sent = [(bucket.codec.ks if isinstance(bucket.codec, TopK) else (None,)) for bucket in found]
+        assert [k for layers in sent for k in layers or ()] == ks
+        assert ratios(problem, Schedule(buckets=found)) == ratios(problem, alone)
+    default, same = (make_schedule(problem, name) for name in ("lags", "lags:1000:2048"))
+    assert default == same
+
+
+@pytest.mark.parametrize("model", ["resnet50", "vgg16", "inception-v4"])
+@pytest.mark.parametrize("cluster", ["v100-4x4-10gbe", "p102-1gbe"])
+def test_merged_by_the_buffer_lags_is_no_slower_than_slgs(model: str, cluster: str) -> None:
+    """The order of the paper's Table 2, with its ratio in every layer."""
+    problem = make_problem(find_profile(model), find_cluster(cluster), 16)
+    alone = [
+        Bucket(bucket.gradients, FLAT, TopK.of_layers([max(1, n // 1000) for n in problem.layer_elements(bucket)]))
+        for bucket in make_schedule(problem, "wfbp:layer").buckets
+    ]
+    merged = fill_buffers(problem, Schedule(buckets=tuple(alone)), 2048)
+    assert iteration_us(problem, merged) <= iteration_us(problem, make_schedule(problem, "slgs:0.001"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sparsify_merges_layers_so_that_the_step_is_shortest(seed: int) -> None:
+    """Against trying all partitions with the same k, selected or whole; buckets of whole layers stay dense."""
+    rng = np.random.default_rng(seed)
+    rows = [(int(n), float(t)) for n, t in zip(rng.integers(20, 6000, 7), rng.uniform(0, 90, 7), strict=True)]
+    start_up_us = float(rng.uniform(0, 9))
+    costs = {name: {"alpha_us": start_up_us, "beta_us_per_byte": 5e-4} for name in ("sparsify", "unpack")}
+    ring = {"all_reduce": {"alpha_us": 60.0, "beta_us_per_byte": 0.015}}
+    problem = problem_of(rows, collectives=ring, **costs if seed % 2 else {})
+    by_layer = layer_wise(problem, np.array([50.0, 50.0, 1.0, 50.0, 50.0, 1.0, 1.0]), by_layer=True)
+    ks = [k_of(bucket) if not bucket.whole else None for bucket in by_layer.buckets]
+    assert {None} < set(ks)
+    found = merge_layers(problem, by_layer)
+    times_us = []
+    for stops in reference.all_stops(7):
+        buckets = []
+        for members in reference.buckets_of(stops):
+            whole = all(ks[index] is None for index in members)
+            sent = None if whole else tuple(ks[index] or rows[index][0] for index in members)
+            buckets.append(sparse_reference.Sent(members, sent))
+        times_us.append(sparse_reference.step_us(problem, buckets))
+    assert iteration_us(problem, found) == pytest.approx(min(times_us), rel=1e-12)
+    sent_by_layer = [k for bucket in found.buckets for k in (isinstance(bucket.codec, TopK) and bucket.codec.ks) or ()]
+    assert set(sent_by_layer) <= {*ks, *(n for n, _ in rows)}
+    assert len(found.buckets) < 7
+
+
 def test_layers_that_come_back_are_numbered() -> None:
     problem = problem_of(layers=["conv", "fc", "conv"])
-    assert list(ratios(problem, make_schedule(problem, "lags"))) == ["conv", "fc", "conv#2"]
+    assert list(ratios(problem, make_schedule(problem, "lags:1000:0"))) == ["conv", "fc", "conv#2"]
 
 
 def test_hitopk_by_hand() -> None:

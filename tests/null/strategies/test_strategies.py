@@ -35,7 +35,7 @@ ARGUMENTS = {
     "dear": ["dear:25", "dear:0.001"],
     "megatron": ["megatron:0.001"],
     "slgs": ["slgs:1", "slgs:1e-9"],
-    "lags": ["lags:1", "lags:25.5"],
+    "lags": ["lags:1", "lags:25.5", "lags:25.5:0", "lags:9:64"],
     "hitopk": ["hitopk:0.5"],
     "naive_all_gather": ["naive_all_gather:0.5"],
     "joint": ["joint:25.5"],
@@ -101,7 +101,8 @@ def test_unknown_names_list_the_known(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["wfbp:", "wfbp:bucket", "single:1", "mg_wfbp:", "optimal:2", "ddp:", "ddp:0", "ddp:-1", "ddp:x", "ddp:nan",
-     "ddp:inf", "ddp:1:2", "slgs:", "slgs:0", "slgs:1.1", "slgs:nan", "lags:0.5", "lags:", "lags:inf", "hitopk:-1",
+     "ddp:inf", "ddp:1:2", "slgs:", "slgs:0", "slgs:1.1", "slgs:nan", "lags:0.5", "lags:", "lags:inf", "lags:9:",
+     "lags:9:-1", "lags:9:1e3", "lags:9:1:1", "hitopk:-1",
      "hitopk:x", "ssd:", "ssd:0", "ssd:-1", "ssd:1.5", "ssd:33", "ssd:x",
      "dear:", "dear:0", "megatron:x", "optimal:late_gather",
      "wire:", "wire:int4", "random:", "random:0", "random:x",

@@ -1,0 +1,72 @@
+"""One plan in phases, of plans that follow each other in a training: resolutions, sparse steps first.
+
+CommLib's record (MLSys 2021, Table 4) is such a schedule: 13 epochs of images of 96 pixels, 11 of 128, 3 of 224.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.documents.text import pluralize
+from planner.ir import ACCURACIES
+from runtime.errors import InputError
+from runtime.plan import Plan
+from runtime.plan.document import PhasePlan
+from runtime.plan.predicted import Prediction
+
+
+def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: Sequence[int]) -> Plan:
+    """Return the plan whose phases are these plans, with the mean step as its prediction.
+
+    Args:
+        plans: a plan for each phase, of one model on the same ranks.
+        epochs: epochs of each phase.
+        steps_per_epoch: steps of an epoch in each phase; one number: in all of them.
+
+    Raises:
+        InputError: the numbers do not fit each other; the plans are of different models or numbers of ranks.
+    """
+    each = list(steps_per_epoch) * len(plans) if len(steps_per_epoch) == 1 else list(steps_per_epoch)
+    for option, values in (("--epochs", epochs), ("--steps-per-epoch", each)):
+        if len(values) != len(plans) or min(values, default=0) < 1:
+            raise InputError(
+                f"{option}: found {','.join(map(str, values))} for {pluralize(len(plans), 'profile')}, expected a "
+                f"whole number from 1 for each, such as {','.join(['10'] * len(plans))}"
+            )
+    for number, plan in enumerate(plans):
+        same = plan.world.ranks == plans[0].world.ranks and set(plan.gradients) == set(plans[0].gradients)
+        if not same:
+            raise InputError(
+                f"profile {number + 1}: found another model or number of ranks than in the first profile, expected the "
+                f"same model on the same ranks, with other inputs; profile it again"
+            )
+    steps = [count * per for count, per in zip(epochs, each, strict=True)]
+    borders = [sum(steps[: number + 1]) for number in range(len(steps) - 1)]
+    total_us = sum(
+        count * plan.predicted.iteration_us for count, plan in zip(steps, plans, strict=True) if plan.predicted
+    )
+    return Plan(
+        model=plans[0].model,
+        world=plans[0].world,
+        accuracy=max((plan.accuracy for plan in plans), key=ACCURACIES.index),
+        interface=tuple(sorted({name for plan in plans for name in plan.interfaces})) or None,
+        buckets=(),
+        phases=tuple(
+            PhasePlan(plan=plan, until_step=until) for plan, until in zip(plans, [*borders, None], strict=True)
+        ),
+        predicted=Prediction(iteration_us=total_us / sum(steps)),
+        notes=tuple(phase_lines(plans, epochs, steps)),
+    )
+
+
+def phase_lines(plans: Sequence[Plan], epochs: Sequence[int], steps: Sequence[int]) -> list[str]:
+    """Return a line for each phase, and one for the whole: steps, a step in ms, and seconds."""
+    lines, total_s = [], 0.0
+    for number, (plan, count, step_count) in enumerate(zip(plans, epochs, steps, strict=True)):
+        step_us = plan.predicted.iteration_us if plan.predicted else 0.0
+        total_s += step_count * step_us / 1e6
+        lines.append(
+            f"phase {number}: {pluralize(count, 'epoch')}, {step_count:,} steps of {step_us / 1e3:.4g} ms, "
+            f"{step_count * step_us / 1e6:.4g} s; {pluralize(len(plan.buckets), 'bucket')}, {plan.accuracy}"
+        )
+    return [*lines, f"predicted total: {total_s:.4g} s for {sum(steps):,} steps"]

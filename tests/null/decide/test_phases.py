@@ -1,0 +1,86 @@
+"""`planner optimize` of several profiles: one plan in phases, its prediction, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import run, run_json, usual_document, write
+
+from planner import optimize
+from planner.decide.phases import join_phases
+from planner.documents.profile import parse_profile
+from runtime.errors import InputError
+from runtime.plan import load_plan, parse_plan
+from runtime.plan.executed import executed_part
+
+
+def slower(factor: float) -> dict[str, Any]:
+    """The usual profile with larger inputs."""
+    document = usual_document()
+    for gradient in document["compute"]["gradients"]:
+        gradient["backward_us"] *= factor
+    document["compute"]["forward_us"] *= factor
+    return document
+
+
+def test_one_plan_of_three_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write(tmp_path / f"{number}.json", slower(number)) for number in (1, 2, 4)]
+    output = str(tmp_path / "plan.json")
+    run("optimize", *paths, "--epochs", "13,11,3", "--steps-per-epoch", "10", "-o", output)
+    shown = capsys.readouterr().out
+    plan = load_plan(output)
+    assert plan.phases is not None
+    assert [phase.until_step for phase in plan.phases] == [130, 240, None]
+    alone = [optimize(path) for path in paths]
+    assert [executed_part(phase.plan) for phase in plan.phases] == [executed_part(each) for each in alone]
+    steps_us = [each.predicted.iteration_us if each.predicted else 0.0 for each in alone]
+    total_us = 130 * steps_us[0] + 110 * steps_us[1] + 30 * steps_us[2]
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_us == pytest.approx(total_us / 270)
+    assert f"predicted total: {total_us / 1e6:.4g} s for 270 steps" in shown
+    assert parse_plan(plan.to_document()) == plan
+    document = run_json(capsys, "optimize", *paths, "--epochs", "13,11,3", "--steps-per-epoch", "10", "-o", output)
+    assert len(document["phases"]) == 3
+    with pytest.raises(InputError, match="found a plan in 3 phases, expected one with buckets"):
+        from_phases(output)
+
+
+def from_phases(path: str) -> None:
+    from planner.export import export
+
+    export(path, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "message"),
+    [
+        ([1], [1], "--epochs: found 1 for 2 profiles"),
+        ([1, 0], [1], "--epochs"),
+        ([1, 1], [1, 2, 3], "--steps-per-epoch"),
+    ],
+)
+def test_numbers_that_do_not_fit(epochs: list[int], steps: list[int], message: str) -> None:
+    plan = optimize(parse_profile(usual_document()))
+    with pytest.raises(InputError, match=message):
+        join_phases([plan, plan], epochs, steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["phases"][1].update(until_step=9), r"phases\[1\].until_step: found 9 in the last phase"),
+        (lambda d: d["phases"][0]["plan"]["world"].update(ranks=3), "another model or number of ranks"),
+        (lambda d: d.update(buckets=d["phases"][0]["plan"]["buckets"]), "buckets: found it with phases"),
+        (lambda d: d.update(phases=d["phases"][:1]), "phases: "),
+        (lambda d: d["phases"][0].update(until_step=0), "until_step: "),
+    ],
+)
+def test_what_no_plan_in_phases_has(change: Any, message: str) -> None:
+    plan = optimize(parse_profile(usual_document()))
+    document = join_phases([plan, replace(plan, notes=())], [1, 2], [5]).to_document()
+    change(document)
+    with pytest.raises(InputError, match=message):
+        parse_plan(document)

@@ -1,0 +1,84 @@
+"""What ranks do in tests of plans in phases: one run with a plan in phases, and the same steps by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from interplay_harness import SGD, loss_of, mlp
+from session_checks import plan_of
+from step_checks import raised
+from torch import nn
+
+import runtime
+from runtime.plan import Plan
+from runtime.plan.document import PhasePlan
+
+BORDERS = (3, 5)
+STEPS = 8
+
+
+def phased(model: nn.Module, borders: tuple[int | None, ...]) -> Plan:
+    """Buckets of 1, 3 and 100 gradients."""
+    plans = [plan_of(model, group) for group in (1, 3, 100)]
+    phases = tuple(PhasePlan(plan=plan, until_step=until) for plan, until in zip(plans, (*borders, None), strict=True))
+    return Plan(model=plans[0].model, world=plans[0].world, accuracy="exact", buckets=(), phases=phases)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def in_phases(by_call: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Weights, and (phase, buckets) after each step."""
+    torch.manual_seed(1)
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    session = runtime.attach(model, optimizer, phased(model, (None, None) if by_call else BORDERS))
+    seen = []
+    for step in range(STEPS):
+        if by_call and step in BORDERS:
+            session.next_phase()
+        train(model, optimizer, range(step, step + 1))
+        seen.append((session.phase, len(session.plan.buckets)))
+    if by_call:
+        assert "found the last of 3 phases" in raised(session.next_phase)
+    session.detach()
+    return weights(model), seen
+
+
+def by_hand() -> list[torch.Tensor]:
+    """Three runs: attached, trained, detached."""
+    torch.manual_seed(1)
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    for group, start, stop in zip((1, 3, 100), (0, *BORDERS), (*BORDERS, STEPS), strict=True):
+        session = runtime.attach(model, optimizer, plan_of(model, group))
+        train(model, optimizer, range(start, stop))
+        session.detach()
+    return weights(model)
+
+
+def check() -> dict[str, Any]:
+    expected = by_hand()
+    result: dict[str, Any] = {}
+    for by_call in (False, True):
+        found, seen = in_phases(by_call)
+        result["by call" if by_call else "by step"] = (
+            all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+            [phase for phase, _ in seen],
+            len({buckets for _, buckets in seen}),
+        )
+    torch.manual_seed(1)
+    model = mlp()
+    session = runtime.attach(model, SGD(model.parameters()), plan_of(model, 1))
+    result["without phases"] = raised(session.next_phase)
+    session.detach()
+    return result
