@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hierarchy_reference import on_grid
-from session_checks import plan_of
+from session_checks import digest, plan_of
 from torch import Tensor, nn
 
 import runtime
 from runtime.checks.plan import check_plan
+from runtime.errors import PlannerError
 from runtime.plan import CompressorSpec, Plan, PlanBucket, StepPlan, UpdatePlan
-from runtime.plan.transports import TRANSPORTS, Transport
+from runtime.plan.document import DelaySpec
+from runtime.plan.transports import FLAT, TRANSPORTS, TWO_SHOT, Transport
+from runtime.session.session import Session
 
 STEPS = 3
 
@@ -130,3 +133,217 @@ def like_one_process() -> dict[str, float]:
     results["accumulated"] = difference(trained(lambda model: plan_of(model, 2), 3), accumulated)
     results["sharded, accumulated"] = difference(trained(sharded, 3), accumulated)
     return results
+
+
+EQUAL: dict[str, Callable[[nn.Module], Plan]] = {
+    "plain": lambda model: plan_of(model, 2),
+    "sharded": sharded,
+    "late gather": partial(sharded, gather="forward"),
+    "narrow": partial(sent_by, TWO_SHOT, CompressorSpec(name="wire", dtype="int8")),
+    "sparse": partial(sent_by, FLAT, CompressorSpec(name="topk", density=0.3)),
+}
+
+
+def equal_weights() -> dict[str, bool]:
+    """By plan, whether equal weights lead to the bits of none, with and without accumulation."""
+    torch.set_num_threads(1)
+
+    def run(plan: Callable[[nn.Module], Plan], micro_batches: int, weight: float | None) -> str:
+        model = Net(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session = runtime.attach(model, optimizer, plan(model), guard=False)
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step != 1)
+            for micro in range(micro_batches):
+                if weight is not None:
+                    session.weight(weight)
+                with session.no_sync() if micro + 1 < micro_batches else nullcontext():
+                    x, y = samples(dist.get_rank(), micro_batches * step + micro, torch.float32, equal=True)
+                    loss_of(model, x, y).backward()
+            optimizer.step()
+        session.wait_for_weights()
+        session.detach()
+        return digest(model)
+
+    return {
+        f"{name}, {micro_batches}": len({run(plan, micro_batches, weight) for weight in (None, 4, 0.1)}) == 1
+        for name, plan in EQUAL.items()
+        for micro_batches in (1, 3)
+    }
+
+
+def bits_of_float32() -> float:
+    """Error of a weighted mean of given gradients in units in the last place of the largest element."""
+    model = nn.Linear(300, 400, bias=False)
+    session = runtime.attach(model, None, plan_of(model, 1))
+    worst = 0.0
+    for step in range(STEPS):
+        everyone = [torch.randn(400, 300, generator=torch.Generator().manual_seed(9 * step + rank)) for rank in (0, 1, 2)]
+        everyone, weights = everyone[: dist.get_world_size()], [3 + step, 11, 7][: dist.get_world_size()]
+        model.zero_grad()
+        session.weight(weights[dist.get_rank()])
+        model.weight.backward(everyone[dist.get_rank()])
+        mean = sum(n * one.double() for n, one in zip(weights, everyone, strict=True)) / sum(weights)
+        assert model.weight.grad is not None
+        largest = mean.abs().max().float()
+        ulp = float(torch.nextafter(largest, torch.tensor(torch.inf)) - largest)
+        worst = max(worst, float((model.weight.grad.double() - mean).abs().max()) / ulp)
+    session.detach()
+    return worst
+
+
+def narrow_mean() -> float:
+    """Largest difference from one process where buckets are sent in bfloat16, over the largest weight."""
+    plan = partial(sent_by, TWO_SHOT, CompressorSpec(name="wire", dtype="bfloat16"))
+    return difference(trained(plan), alone())
+
+
+def raised(call: Callable[[], object]) -> str:
+    """Name and text of the error."""
+    try:
+        call()
+    except PlannerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals() -> dict[str, str]:
+    """What is said of weights that are none."""
+    rank, found = dist.get_rank(), {}
+
+    def step(session: Session, weight: object) -> Callable[[], None]:
+        def run() -> None:
+            if weight is not None:
+                session.weight(weight)  # type: ignore[arg-type]
+            loss_of(session.model, *samples(rank, 0)).backward()
+
+        return run
+
+    model = Net()
+    with attached(model) as session:
+        for value in (-1, float("nan"), float("inf"), "many"):
+            found[f"weight of {value}"] = raised(step(session, value))
+        found["first step"] = raised(step(session, 2))
+        found["zero everywhere"] = raised(step(session, 0))
+        model.zero_grad()
+        found["after an error"] = raised(step(session, 2))
+        found["missing later"] = raised(step(session, 2 if rank == 0 else None))
+    with attached(model) as session:
+        found["on one rank"] = raised(step(session, 2 if rank == 0 else None))
+        model.zero_grad()
+        found["then on all"] = raised(step(session, 2))
+    with attached(model) as session:
+        found["none"] = raised(step(session, None))
+        found["begun later"] = raised(step(session, 2))
+    delay = DelaySpec(steps=2, warmup_steps=1)
+    plan = plan_of(model, 2, accuracy="relaxed", delay=delay)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    delayed = runtime.attach(model, optimizer, plan)
+    found["delay"] = raised(lambda: delayed.weight(1))
+    delayed.detach()
+    found["asked with delay"] = raised(lambda: runtime.attach(model, optimizer, plan, weight=lambda: 1.0))
+    with attached(model) as session:
+        step(session, 2)()
+        found["switched"] = raised(lambda: session.switch(plan))
+    return found
+
+
+@contextmanager
+def attached(model: nn.Module, plan: Plan | None = None, **options: Any) -> Iterator[Session]:
+    """A session of a model alone."""
+    session = runtime.attach(model, None, plan_of(model, 2) if plan is None else plan, **options)
+    try:
+        yield session
+    finally:
+        session.detach()
+        model.zero_grad()
+
+
+def zero_weight() -> dict[str, bool]:
+    """A rank that contributes zeros: no NaN, no parameter and no buffer comes from it."""
+    rank, last, found = dist.get_rank(), dist.get_world_size() - 1, {}
+    for name, plan in {"plain": plan_of(Net(), 2), "sharded": sharded(Net())}.items():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = runtime.attach(model, optimizer, plan)
+        for step in range(2):
+            x, y = samples(rank, step)
+            if rank == last:
+                x = x * torch.nan
+            optimizer.zero_grad()
+            session.weight(0 if rank == last else len(x))
+            loss_of(model, x, y, rare=rank == last).backward()
+            optimizer.step()
+            unused = model.rare.weight.grad is None and model.rare.bias.grad is None
+            found[f"{name}, unused {step}"] = unused
+        session.detach()
+        reference = Net()
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(reference, *concatenated(step, skipped=[last])).backward()
+            optimizer.step()
+        found[name] = difference(model, reference) < 1e-12
+    norm = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    with attached(norm) as session:
+        session.weight(0 if rank == 0 else 2)
+        x = torch.full((2, 7), float(rank)) + torch.arange(2.0)[:, None]
+        expected = norm[0](torch.ones(2, 7) + torch.arange(2.0)[:, None]).mean(0).detach() * 0.1
+        norm(x).sum().backward()
+        found["buffers"] = bool(torch.allclose(norm[1].running_mean, expected, atol=1e-6))
+    return found
+
+
+def kept_average() -> float:
+    """Difference from the sum of two weighted means, where a script does not zero the first."""
+    model, reference = Net(), Net()
+    with attached(model) as session:
+        for step in range(2):
+            x, y = samples(dist.get_rank(), step)
+            session.weight(len(x))
+            loss_of(model, x, y).backward()
+            loss_of(reference, *concatenated(step)).backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+        return max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None)
+
+
+def uneven_batches(with_weights: bool) -> tuple[float, int, list[int], str]:
+    """Training over unlike numbers of batches: difference from one process, samples that counted, batches of this
+    rank's loop, and what is said where a rank has none.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = [samples(rank, step) for step in range(1 + 2 * rank)]
+    model, reference = Net(), Net()
+    optimizer, alike = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, reference))
+    session = runtime.attach(model, optimizer, plan_of(model, 2))
+    counted, seen = 0, []
+    for x, y in session.batches(mine):
+        seen.append(len(x))
+        if with_weights:
+            counted += int(session.weight(len(x)))
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for step in range(1 + 2 * (ranks - 1)):
+        given = [samples(one, step) for one in range(ranks) if step < 1 + 2 * one]
+        alike.zero_grad()
+        if with_weights:
+            loss = loss_of(reference, torch.cat([x for x, _ in given]), torch.cat([y for _, y in given]))
+        else:
+            loss = torch.stack([loss_of(reference, x, y) for x, y in given]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        alike.step()
+    empty = raised(lambda: list(session.batches(mine if rank else [])))
+    session.detach()
+    return difference(model, reference), counted, seen, empty
+
+
+def all_checks() -> dict[str, Any]:
+    """Every check of this module, by name."""
+    return {
+        "like_one_process": like_one_process(), "equal_weights": equal_weights(), "bits_of_float32": bits_of_float32(),
+        "narrow_mean": narrow_mean(), "refusals": refusals(), "zero_weight": zero_weight(),
+        "kept_average": kept_average(), "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
+    }  # fmt: skip
