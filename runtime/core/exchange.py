@@ -22,7 +22,7 @@ from runtime.core.usage import Usage
 from runtime.core.views import ViewGuard
 from runtime.core.watch import raise_failed_move, refuse_unplanned
 from runtime.core.weights import Weights
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, InputError
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.torch_compat import held_by_torch
@@ -76,17 +76,17 @@ class Launcher:
     usage: Usage | None = None
     """Usage flags that are sent behind the last bucket; None: none that count for `.grad`s."""
 
-    weights: Weights | None = None
+    rank_weights: Weights | None = None
     """Weights of ranks; None: each counts as much as any other."""
 
     @property
     def weighted(self) -> bool:
         """True if gradients are weighed; equal on all ranks."""
-        return self.weights is not None and self.weights.active
+        return self.rank_weights is not None and self.rank_weights.active
 
     def correction(self) -> float:
         """Return the factor of averages that are here, which makes them those of weighed ranks."""
-        return 1.0 if self.weights is None else self.weights.correction()
+        return 1.0 if self.rank_weights is None else self.rank_weights.correction()
 
     def wait(self) -> None:
         """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank gave the step up."""
@@ -184,7 +184,7 @@ class Exchange:
             self._hooks[slot.name] = self._hook(slot, here)
 
     def _hook(self, slot: Slot, here: weakref.ref[Exchange]) -> GradientHook:
-        weights = self.launcher.weights
+        weights = self.launcher.rank_weights
         weighs = weights is not None and weights.wanted
         before = partial(_weigh, here, slot) if weighs else self.launcher.before_added(slot, here)
         return GradientHook(slot.parameter, partial(_gradient_ready, here, slot), before)
@@ -213,8 +213,8 @@ class Exchange:
 
     def begin(self) -> None:
         """Begin a step, whose first gradient is here."""
-        if self.launcher.weights is not None:
-            self.launcher.weights.begin_step()
+        if self.launcher.rank_weights is not None:
+            self.launcher.rank_weights.begin_step()
         self._views.restore()
         self.carried.begin()
         kept = partial(self._views.others_kept, self._first)
@@ -240,9 +240,14 @@ class Exchange:
         self._next += 1
 
     def weighed(self, slot: Slot, gradient: Tensor) -> tuple[Tensor] | None:
-        """Return a gradient times the weight of its backward, before it is added to `.grad`; None: it stays the same."""
-        assert self.launcher.weights is not None
-        factor = self.launcher.weights.take()
+        """Return a gradient times the weight of its backward, before it is added to `.grad`; None: it stays."""
+        assert self.launcher.rank_weights is not None
+        try:
+            factor = self.launcher.rank_weights.take()
+        except InputError:
+            if self.launcher.weighted:  # else ranks have refused each other's weights alike
+                self.give_up()
+            raise
         self._idle = factor == 0.0
         if not slot.touched and slot.index not in self._aside and (self._idle or slot.parameter.grad is not None):
             self._aside[slot.index] = self.launcher.set_aside(slot)
@@ -268,8 +273,8 @@ class Exchange:
 
     def _end_weight(self) -> None:
         self._idle = False
-        if self.launcher.weights is not None:
-            self.launcher.weights.end_backward()
+        if self.launcher.rank_weights is not None:
+            self.launcher.rank_weights.end_backward()
 
     def _launch_rest(self) -> None:
         for bucket in self.buckets[self._next :]:
@@ -326,8 +331,8 @@ class Exchange:
         self._saved.clear()
         self._aside.clear()
         self._idle = False
-        if self.launcher.weights is not None:
-            self.launcher.weights.abort()
+        if self.launcher.rank_weights is not None:
+            self.launcher.rank_weights.abort()
         self.launcher.abort_backward()
         self.launcher.communicator.wait()
         usage = self.launcher.usage

@@ -146,7 +146,8 @@ class Weights:
         control = self.connect()
         whole = mine.new_empty(2 * self._world.ranks)
         with control.error_context(GATHERING):
-            work = all_gather_single(whole.view(torch.uint8), mine.view(torch.uint8), group=control.group, async_op=True)
+            out, given = whole.view(torch.uint8), mine.view(torch.uint8)
+            work = all_gather_single(out, given, group=control.group, async_op=True)
         self._in_flight.append((work, mine, whole))
 
     def end_backward(self) -> None:

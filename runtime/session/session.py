@@ -210,7 +210,7 @@ class Session:
         if not self._options.communicate or self._world.group is None:
             return
         if self._mode.weight_reason is None:
-            exchange.launcher.weights = self._weights
+            exchange.launcher.rank_weights = self._weights
         if not has_phases(exchange.plan):
             return
         self._grid = self._grid or Grid.make(self._world, self._host.topology)
@@ -354,7 +354,7 @@ class Session:
         """Weigh gradients from now on, for `what` the user called. Raises InputError."""
         if self._mode.weight_reason is not None:
             raise InputError(f"{what}: {self._mode.weight_reason}")
-        if self._weights.want(what) and self._exchange.launcher.weights is not None:
+        if self._weights.want(what) and self._exchange.launcher.rank_weights is not None:
             self._exchange.weigh_gradients()
 
     @contextmanager
