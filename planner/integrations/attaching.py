@@ -94,6 +94,7 @@ class Options:
     accuracy: Accuracy | None = None
     allow: Sequence[str] | None = None
     timeout_s: float | None = None
+    weight: Callable[[], float] | None = None
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, arguments: Mapping[str, Any],
@@ -102,7 +103,7 @@ class Options:
         """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""
         session = attach(
             model, optimizer, self.plan, accuracy=self.accuracy, allow=self.allow, timeout_s=self.timeout_s,
-            loss_scale=loss_scale, **arguments,
+            loss_scale=loss_scale, weight=self.weight, **arguments,
         )  # fmt: skip
         model.no_sync = NoSync(session)  # type: ignore[assignment]
         return session
