@@ -34,6 +34,7 @@ from runtime.errors import (  # noqa: E402 - after the check, for its message na
     FallbackWarning,
     LongWaitWarning,
     LostUpdaterWarning,
+    StragglerWarning,
 )
 from runtime.version import __version__  # noqa: E402
 
@@ -60,9 +61,9 @@ __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
     "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
     "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "PlannedSession", "Profile", "RawDataset", "Report",
-    "Session", "Simulation", "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster",
-    "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan",
-    "run_local_async", "simulate",
+    "Session", "Simulation", "StragglerWarning", "TrainingJob", "__version__", "attach", "compare", "fully_shard",
+    "load_cluster", "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan", "profile_step",
+    "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
 _NAMES = {

@@ -18,6 +18,7 @@ from runtime.errors import (
     FallbackWarning,
     LongWaitWarning,
     LostUpdaterWarning,
+    StragglerWarning,
 )
 from runtime.version import __version__
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LongWaitWarning",
-    "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
+    "LostUpdaterWarning", "Plan", "Report", "Session", "StragglerWarning", "__version__", "attach", "load_plan",
+    "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

@@ -490,8 +490,10 @@ class Session:
         """Return predicted and measured times, in µs, of the last steps of this run on this rank."""
         in_run = self._director is not None
         report = make_report(self.plan, self._recorder, self._world, self.samples, self._mode.sends, in_run=in_run)
-        arrivals = self._monitor.arrivals.rows
-        return replace(report, norms=self._norms.report(), step=self._mode.report(), arrivals=arrivals)
+        found = self._monitor.arrivals
+        return replace(
+            report, norms=self._norms.report(), step=self._mode.report(), arrivals=found.rows, messages=found.messages
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.
