@@ -91,3 +91,15 @@ def test_uneven_batches_end_alike_and_lose_no_sample(several: list[dict[str, Any
         assert seen[len(own) :] == own[-1:] * (len(seen) - len(own))
         assert counted == (sum(own) if check == "batches" else 0)
         assert empty.startswith("InputError: session.batches: found no batch at all on rank 0 of")
+
+
+@pytest.mark.parametrize("several", [2], indirect=True)
+@pytest.mark.parametrize("cause", ["compute", "input"])
+def test_the_late_rank_is_named_with_what_makes_it_late(several: list[dict[str, Any]], cause: str) -> None:
+    for number, rank in enumerate(several):
+        causes, said, last, shown = rank["late_rank"][cause]
+        assert (causes[1], last[0], shown) == (cause, 1, True)
+        assert [one.startswith("rank 1 arrived last in at least nine of the last 10 steps") for one in said] == [
+            True
+        ] * (number == 0)
+        assert all(f"what is longer there is {cause}" in one for one in said)

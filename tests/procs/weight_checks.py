@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,8 +16,9 @@ from session_checks import digest, plan_of
 from torch import Tensor, nn
 
 import runtime
+from planner.report.page import page_text
 from runtime.checks.plan import check_plan
-from runtime.errors import PlannerError
+from runtime.errors import PlannerError, StragglerWarning
 from runtime.plan import CompressorSpec, Plan, PlanBucket, StepPlan, UpdatePlan
 from runtime.plan.document import DelaySpec
 from runtime.plan.transports import FLAT, TRANSPORTS, TWO_SHOT, Transport
@@ -339,10 +342,46 @@ def uneven_batches(with_weights: bool) -> tuple[float, int, list[int], str]:
     return difference(model, reference), counted, seen, empty
 
 
+class Slow(nn.Module):
+    """Rank 1 computes for longer."""
+
+    def __init__(self, compute_s: float) -> None:
+        super().__init__()
+        self.net, self.compute_s = Net(), compute_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs, late."""
+        time.sleep(self.compute_s)
+        return self.net(x)
+
+
+def late_rank() -> dict[str, tuple[list[str | None], list[str], list[int], bool]]:
+    """Of a rank that computes or loads for longer: causes by rank, what was said, last ranks, whether pages show it."""
+    found = {}
+    for cause in ("compute", "input"):
+        late_s = 0.01 * dist.get_rank()
+        model = Slow(late_s if cause == "compute" else 0.0)
+        with warnings.catch_warnings(record=True) as said, attached(model) as session:
+            warnings.simplefilter("always")
+            for step in range(21):
+                time.sleep(late_s if cause == "input" else 0.0)
+                model.zero_grad()
+                model(samples(0, step)[0]).sum().backward()
+            report = session.report()
+            page = page_text(session.plan, report.measured)
+        texts = [str(one.message) for one in said if one.category is StragglerWarning]
+        last = [one.last_rank for one in report.messages]
+        shown = "Who waits for whom" in page and "rank 1 arrives last at" in str(report)
+        found[cause] = [row.cause for row in report.arrivals], texts, last, shown
+    return found
+
+
 def all_checks() -> dict[str, Any]:
     """Every check of this module, by name."""
     return {
         "like_one_process": like_one_process(), "equal_weights": equal_weights(), "bits_of_float32": bits_of_float32(),
         "narrow_mean": narrow_mean(), "refusals": refusals(), "zero_weight": zero_weight(),
-        "kept_average": kept_average(), "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
+        "kept_average": kept_average(),
+        "late_rank": late_rank() if dist.get_world_size() == 2 else None,
+        "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
     }  # fmt: skip
