@@ -153,11 +153,12 @@ class Optimize:
     solving: Solving
     lossy: Lossy
     max_memory_mib: float | None = option(MAX_MEMORY)
+    global_batch: int | None = option("Samples of a step over all ranks: each gets a share by its speed.")
     from_schedule: str | None = option("Decide nothing: plan the schedule in this file, as --print-after prints it.")
     parallel: str | None = option(PARALLEL)
 
     def __post_init__(self) -> None:
-        for_fsdp2(self, ("--allow", *DECIDING, "--from-schedule"))
+        for_fsdp2(self, ("--allow", *DECIDING, "--global-batch", "--from-schedule"))
 
 
 @options

@@ -227,6 +227,9 @@ class UpdatePlan(Record):
     step: StepPlan | None = None
 
 
+RankNumber = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(Document):
     """The contents of plan.json."""
@@ -267,6 +270,8 @@ class Plan(Document):
     """(bucket, phase) pairs in launch order, for collectives of several phases."""
     updates: UpdatePlan | None = None
     """Parts of the optimizer's step that ranks share; None: each does all of it."""
+    shares: dict[RankNumber, PositiveCount] | None = None
+    """Samples of each rank in a step, by rank; absent: ranks have equal shares, or the script decides."""
     notes: tuple[str, ...] = field(default=())
     """Notes of the planner for readers."""
 
@@ -304,7 +309,12 @@ class Plan(Document):
         Args:
             path: JSON path of the plan, which the message begins with.
         """
-        problem = interface_problem(self, path) or gathers_problem(self, path) or _buckets_problem(self, path)
+        problem = (
+            _shares_problem(self, path)
+            or interface_problem(self, path)
+            or gathers_problem(self, path)
+            or _buckets_problem(self, path)
+        )
         if problem is not None or self.local_async is None:
             return problem
         return blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks")
@@ -364,6 +374,17 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
     """Raise InputError where a plan is for FSDP2, and what is asked of it is about buckets; `where` names the plan."""
     if plan.fsdp2 is not None:
         raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")
+
+
+def _shares_problem(plan: Plan, path: str) -> str | None:
+    """Return what is wrong where not each rank has one share."""
+    ranks = [str(rank) for rank in range(plan.world.ranks)]
+    if plan.shares is None or list(plan.shares) == ranks:
+        return None
+    return (
+        f"{path}.shares: found shares of {len(plan.shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
+        f"order: plan again with --global-batch, or take them out"
+    )
 
 
 def _buckets_problem(plan: Plan, path: str) -> str | None:

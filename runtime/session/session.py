@@ -145,6 +145,7 @@ class Session:
         """The `no_sync` of what trains the model while the session is aside."""
         self._parameters = dict(trainable_parameters(model) if parameters is None else parameters)
         self._device = next(iter(self._parameters.values())).device
+        self._shares = plan.shares
         self._weights = Weights(world, options.weight)
         leave_uncompiled()
         if self._device.type == "cpu":
@@ -199,6 +200,12 @@ class Session:
     def plan(self) -> Plan:
         """Plan of the next step."""
         return self._mode.plan
+
+    @property
+    def share(self) -> int | None:
+        """Samples of this rank in a step, where the plan has shares; else None: the script decides."""
+        shares = self.plan.shares or self._shares
+        return None if shares is None else shares[str(self._world.rank)]
 
     @property
     def is_attached(self) -> bool:
