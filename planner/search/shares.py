@@ -70,4 +70,5 @@ def share_batch(
         if shares[rank] < most[rank]:
             heapq.heappush(waiting, (float(fixed_us[rank] + (shares[rank] + 1) * sample_us[rank]), rank))
     slowest_us = float((fixed_us + shares * sample_us).max())
+    bound_us = max(bound_us, float((fixed_us + sample_us).max()))  # each rank has at least one
     return SharedBatch(shares=tuple(shares.tolist()), slowest_us=slowest_us, bound_us=min(bound_us, slowest_us))
