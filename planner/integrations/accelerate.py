@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,7 @@ WITH_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class PlannerAccelerator(Accelerator):  # type: ignore[misc]
-    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `allow`, `timeout_s` and `weight` as
-    `planner.attach` does.
+    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does.
 
     A `DistributedDataParallelKwargs` among `kwargs_handlers` counts as far as `planner.attach` has the like; what else
     of it would change results raises InputError.
@@ -49,11 +48,10 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(
         self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None,
-        weight: Callable[[], float] | None = None, **keywords: Any,
+        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         super().__init__(*arguments, **keywords)
-        self.take(Options(plan, accuracy, allow, timeout_s, weight))
+        self.take(Options(plan, accuracy, allow, timeout_s))
 
     def take(self, options: Options) -> None:
         """Attach with these options from now on. Raises InputError for what the accelerator was told and has no

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,20 +33,19 @@ check_version("lightning", lightning.__version__, "2.6")
 class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """DDPStrategy whose model is attached where it would be wrapped.
 
-    Takes `plan`, `accuracy`, `allow`, `timeout_s` and `weight` as `planner.attach` does, and the arguments of
-    `DDPStrategy`. Of those for DistributedDataParallel they count as far as `planner.attach` has the like; what else of
-    them would change results raises InputError.
+    Takes `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does, and the arguments of `DDPStrategy`. Of
+    those for DistributedDataParallel they count as far as `planner.attach` has the like; what else of them would change
+    results raises InputError.
     """
 
     strategy_name = "planner"
 
     def __init__(
         self, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None,
-        weight: Callable[[], float] | None = None, **keywords: Any,
+        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         super().__init__(**keywords)
-        self._planned = Options(plan, accuracy, allow, timeout_s, weight)
+        self._planned = Options(plan, accuracy, allow, timeout_s)
         own = inspect.signature(DDPStrategy).parameters.keys() - REFUSED.keys()
         told = {name: value for name, value in keywords.items() if name not in own}
         self._arguments = attach_arguments(told, type(self).__name__)

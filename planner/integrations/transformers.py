@@ -43,10 +43,10 @@ class PlannerTrainer(Trainer):
 
     def __init__(
         self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, timeout_s: float | None = None,
-        weight: Callable[[], float] | Literal["tokens"] | None = None, **keywords: Any,
+        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         self._tokens: Any = None
+        weight: Callable[[], float] | Literal["tokens"] | None = keywords.pop("weight", None)
         ask = self._tokens_of_batch if weight == "tokens" else weight
         self._planned = Options(plan, accuracy, allow, timeout_s, ask)
         super().__init__(*arguments, **keywords)

@@ -37,7 +37,7 @@ class Weights:
         self.wanted = ask is not None
         """Whether this rank has given a weight, or will."""
         self.unit: float | None = None
-        """n₀, equal on all ranks; None: ranks have no weights, or have not agreed on it yet."""
+        """Agreed weight n₀, equal on all ranks; None: ranks have no weights, or have not agreed on it yet."""
         self._agreed = False
         self._given: float | None = None
         self.default: float | None = None
@@ -45,7 +45,7 @@ class Weights:
         self.idle = False
         """Whether this rank has no batch left, so that its weights are 0."""
         self.factor: float | None = None
-        """n / n₀ of the present backward; None: it has brought no gradient yet."""
+        """Weight of the present backward over n₀; None: it has brought no gradient yet."""
         self._sum, self._micro_batches = 0.0, 0
         self._control: World | None = None
         self._in_flight: list[tuple[dist.Work, Tensor, Tensor]] = []
@@ -179,12 +179,12 @@ class Weights:
 
     @property
     def source(self) -> int:
-        """Lowest rank with a positive weight in the last step: buffers follow it. Equal on all ranks."""
+        """Return the lowest rank with a positive weight in the last step: buffers follow it. Equal on all ranks."""
         return next((rank for rank, one in enumerate(self._sums or ()) if one), 0)
 
     @property
     def share(self) -> float:
-        """This rank's weight in the last step over the mean of all ranks'."""
+        """Return this rank's weight in the last step over the mean of all ranks'."""
         if self._sums is None:
             return 1.0
         return self._sums[self._world.rank] * self._world.ranks / math.fsum(self._sums)

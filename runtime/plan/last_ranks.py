@@ -37,7 +37,7 @@ class RankArrival(Record):
     others_waited_us: TimeUs
     """Time in microseconds that all other ranks together waited for it, at those messages."""
     cause: Name | None = None
-    """What made it late: `compute`, `input` or `network`; None: it is never last, or its parts are not known."""
+    """Cause of its lateness: `compute`, `input` or `network`; None: it is never last, or its parts are not known."""
 
     def __str__(self) -> str:
         why = f", late by {self.cause}" if self.cause else ""
@@ -54,7 +54,7 @@ class MessageArrival(Record):
     message: Count
     """Index of its bucket."""
     late_us: tuple[TimeUs, ...]
-    """How much later than the first rank each one arrived, in order of rank."""
+    """Time of each rank's arrival behind the first one, in order of rank."""
 
     @property
     def last_rank(self) -> int:
