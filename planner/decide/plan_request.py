@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from planner.decide.batch_shares import ShareChoice, choose_shares
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import AfterPass, parse_passes, with_options
-from planner.decide.batch_shares import ShareChoice, choose_shares
 from planner.decide.solvers import check_solver
 from planner.documents.accelerators import check_memory
 from planner.documents.catalog import find_cluster, find_profile, name_of
