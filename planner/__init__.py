@@ -35,6 +35,7 @@ from runtime.errors import (  # noqa: E402 - after the check, for its message na
     FallbackWarning,
     LongWaitWarning,
     LostUpdaterWarning,
+    StragglerWarning,
 )
 from runtime.version import __version__  # noqa: E402
 
@@ -56,14 +57,15 @@ if TYPE_CHECKING:
     from runtime.plan import Plan, load_plan, parse_plan
     from runtime.session.report import Report
     from runtime.session.session import Session
+    from runtime.session.share_sampler import ShareSampler
 
 __all__ = [
     "LAMB", "LARS", "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning",
     "CachedDataset", "CachedSampler", "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob",
     "LocalReport", "LocalRun", "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "PlannedSession",
-    "Profile", "RawDataset", "Report", "Session", "Simulation", "TrainingJob", "__version__", "attach", "compare",
-    "fully_shard", "load_cluster", "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan",
-    "profile_step", "replan", "run_local_async", "simulate",
+    "Profile", "RawDataset", "Report", "Session", "ShareSampler", "Simulation", "StragglerWarning", "TrainingJob",
+    "__version__", "attach", "compare", "fully_shard", "load_cluster", "load_plan", "load_profile", "optimize",
+    "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
 _NAMES = {
@@ -84,6 +86,7 @@ _NAMES = {
     "runtime.plan": ("Plan", "load_plan", "parse_plan"),
     "runtime.session.report": ("Report",),
     "runtime.session.session": ("Session",),
+    "runtime.session.share_sampler": ("ShareSampler",),
 }
 """Module → names that are imported from it when they are asked for: deciding needs no torch, training no planning."""
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}

@@ -19,6 +19,7 @@ from runtime.errors import (
     FallbackWarning,
     LongWaitWarning,
     LostUpdaterWarning,
+    StragglerWarning,
 )
 from runtime.version import __version__
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccuracyCostWarning", "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning",
-    "LongWaitWarning", "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan",
-    "parse_plan",
+    "LongWaitWarning", "LostUpdaterWarning", "Plan", "Report", "Session", "StragglerWarning", "__version__", "attach",
+    "load_plan", "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

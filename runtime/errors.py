@@ -66,5 +66,9 @@ class LongWaitWarning(UserWarning):
     when."""
 
 
+class StragglerWarning(UserWarning):
+    """A rank arrives last in nine of ten steps, by more than 5 % of a step; the text names it and what takes longer."""
+
+
 class CommunicationError(EnvironmentFailure):
     """A collective failed or missed its deadline; names rank, bucket and collective."""

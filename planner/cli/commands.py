@@ -159,11 +159,12 @@ class Optimize:
     max_memory_mib: float | None = option(MAX_MEMORY)
     epochs: str | None = option("Epochs of each phase, such as 13,11,3, with several profiles.")
     steps_per_epoch: str | None = option("Steps of an epoch, one number or one for each phase.")
+    global_batch: int | None = option("Samples of a step over all ranks: each gets a share by its speed.")
     from_schedule: str | None = option("Decide nothing: plan the schedule in this file, as --print-after prints it.")
     parallel: str | None = option(PARALLEL)
 
     def __post_init__(self) -> None:
-        for_fsdp2(self, ("--allow", *DECIDING, "--from-schedule"))
+        for_fsdp2(self, ("--allow", *DECIDING, "--global-batch", "--from-schedule"))
 
 
 @options

@@ -84,7 +84,7 @@ def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:
             raise InputError(
                 f"{option}: found {given[option]}, which is about deciding, with --from-schedule; leave one of them out"
             )
-    options = {**vars(asked.solving), **vars(asked.lossy), **common}
+    options = {**vars(asked.solving), **vars(asked.lossy), **common, "global_batch": asked.global_batch}
     request = Request(passes=asked.passes, after_pass=after_pass, allow=allow, **options)
     plan = decide(request if asked.from_schedule is None else given_request(request, asked.from_schedule))
     if asked.solving.solver == "cpsat" and plan.sharded:

@@ -55,6 +55,7 @@ def optimize(
     from_step: int | None = None,
     max_delay: int | None = None,
     max_memory_mib: float | None = None,
+    global_batch: int | None = None,
 ) -> Plan:
     """Decide how the gradients of a profiled step are sent.
 
@@ -88,6 +89,8 @@ def optimize(
         max_memory_mib: memory of a rank for weights, gradients, the optimizer's state and activations; where that is
             too little, the optimizer's step is sharded if that is allowed; if not, notes report whether it would help.
             Default: what the profile has, if anything.
+        global_batch: samples of a step over all ranks: each rank gets a share of them by its speed (`speed` of
+            cluster.json) and memory, so that the slowest one computes for as short as possible.
 
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
@@ -128,7 +131,7 @@ def decide(request: Request) -> Plan:
         own_us = plan.predicted.iteration_us if plan.predicted else 0.0
         own_us -= batch_prep_us(problem) if describe(plan).makes_batches else 0.0
         plan = replace(plan, notes=(*plan.notes, *sharded.gain_note(problem, step, own_us)))
-    plan = replace(plan, loading=problem.profile.loading)
+    plan = replace(_with_shares(request, plan), loading=problem.profile.loading)
     return plan if request.from_step is None else _with_first_steps(request.from_step, plan)
 
 
@@ -144,6 +147,18 @@ def _with_first_steps(from_step: int, plan: Plan) -> Plan:
         return changed(plan)
     unused = f"--from-step {from_step} changes nothing: no synchronous step of the plan is compressed"
     return replace(plan, notes=(*plan.notes, unused))
+
+
+def _with_shares(request: Request, plan: Plan) -> Plan:
+    """Return the plan with the shares of the global batch, where that is given, and what they gain."""
+    shares = request.shares
+    if shares is None:
+        return plan
+    equal = decide(replace(request, profile=shares.equal, cluster=shares.cluster, global_batch=None, given=None))
+    assert plan.predicted is not None
+    assert equal.predicted is not None
+    note = shares.note(plan.predicted.iteration_us, equal.predicted.iteration_us)
+    return replace(plan, shares=shares.shares, notes=(*plan.notes, note))
 
 
 def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | None]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from planner.decide.batch_shares import ShareChoice, choose_shares
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import AfterPass, parse_passes, with_options
 from planner.decide.solvers import check_solver
@@ -71,6 +72,7 @@ class Request:
     from_step: int | None = None
     max_delay: int | None = None
     max_memory_mib: float | None = None
+    global_batch: int | None = None
     given: Schedule | None = None
     """A schedule that the plan has to have (`--from-schedule`)."""
 
@@ -89,7 +91,21 @@ class Request:
     def problem(self) -> Problem:
         """Return the profile on the cluster. Raises InputError: a document is wrong, or there is no cluster."""
         machines = None if self.cluster is None else find_cluster(self.cluster)
+        if self.shares is not None:
+            return make_problem(self.shares.profile, self.shares.cluster, where=self.where)
         return make_problem(find_profile(self.profile), machines, where=self.where)
+
+    @cached_property
+    def shares(self) -> ShareChoice | None:
+        """Return the shares of the global batch, where it is given. Raises InputError: ranks cannot share it."""
+        if self.global_batch is None:
+            return None
+        profile = find_profile(self.profile)
+        cluster = profile.cluster if self.cluster is None else find_cluster(self.cluster)
+        if cluster is None:
+            make_problem(profile, where=self.where)  # raises: there is none
+            return None
+        return choose_shares(profile, cluster, self.global_batch, self.max_memory_mib)
 
     @property
     def where(self) -> str:

@@ -50,6 +50,7 @@ CURE = "correct it, or measure again with `planner profile`"
 
 Rate = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Speed = Annotated[float, Field(ge=1e-3, le=1e3)]
 Factor = Annotated[float, Field(ge=1.0, le=1e6)]
 Emulated = Literal["namespaces"]
 Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
@@ -364,6 +365,8 @@ class Cluster(Document):
     nics_per_node: PositiveCount = 1
     accelerator: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
     """Accelerator of each rank; by default the one that `nccl` names, else not known. Both have to be of one kind."""
+    speed: Annotated[tuple[Speed, ...], Field(min_length=1)] | None = None
+    """Speed of each rank, or of the ranks of each node, over that of the profile; absent: all are as fast."""
     intra: Link | None = None
     inter: Link | None = None
     collectives: dict[str, Line] | None = None
@@ -408,6 +411,13 @@ class Cluster(Document):
         return self.nodes * self.ranks_per_node
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Return the speed of each rank over that of the profile."""
+        given = self.speed or (1.0,)
+        repeat = self.ranks // len(given)
+        return tuple(one for one in given for _ in range(repeat))
+
+    @property
     def computes_on(self) -> str | None:
         """Return the name of its accelerator in `ACCELERATORS`; None if it is not known."""
         return self.accelerator or (None if self.nccl is None else self.nccl.gpu)
@@ -434,6 +444,11 @@ class Cluster(Document):
         Args:
             path: JSON path of the cluster, which the message begins with.
         """
+        if self.speed is not None and len(self.speed) not in (self.nodes, self.ranks):
+            return (
+                f"{path}.speed: found {len(self.speed)} numbers, expected one for each of {self.ranks} ranks, or for "
+                f"each of {self.nodes} nodes"
+            )
         if self.nccl is None:
             missing = f'{path}.nccl: missing with "library": "nccl"; describe the machines, or take library out'
             return None if self.library is None else missing

@@ -95,6 +95,7 @@ class Options:
     allow: Sequence[str] | None = None
     timeout_s: float | None = None
     compress: str | None = None
+    weight: Callable[[], float] | None = None
 
     @classmethod
     def taken_from(cls, keywords: dict[str, Any]) -> Self:
@@ -108,7 +109,7 @@ class Options:
         """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""
         session = attach(
             model, optimizer, self.plan, accuracy=self.accuracy, compress=self.compress, allow=self.allow,
-            timeout_s=self.timeout_s, loss_scale=loss_scale, **arguments,
+            timeout_s=self.timeout_s, loss_scale=loss_scale, weight=self.weight, **arguments,
         )  # fmt: skip
         model.no_sync = NoSync(session)  # type: ignore[assignment]
         return session

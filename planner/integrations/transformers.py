@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -12,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from planner.integrations.accelerate import PlannerAccelerator
 from planner.integrations.attaching import Options, check_version, named_metrics, session_of, whole_states
+from runtime.errors import InputError
 
 check_version("transformers", transformers.__version__, "5.0")
 
@@ -30,13 +32,26 @@ class PlannerMetrics(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class PlannerTrainer(Trainer):
-    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `compress`, `allow` and `timeout_s` as `planner.attach`
-    does.
+    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `compress`, `allow`, `timeout_s` and `weight` as
+    `planner.attach` does; `weight="tokens"` weighs ranks by `num_items_in_batch`, the tokens that a rank's loss is a
+    mean over.
+
+    With `average_tokens_across_devices`, Trainer's default, the loss is normalized over all ranks already, and a weight
+    raises InputError.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self._planned = Options.taken_from(keywords)
+        self._tokens: Any = None
+        weight = keywords.pop("weight", None)
+        ask = self._tokens_of_batch if weight == "tokens" else weight
+        self._planned = replace(Options.taken_from(keywords), weight=ask)
         super().__init__(*arguments, **keywords)
+        if weight is not None and self.args.average_tokens_across_devices:
+            raise InputError(
+                f"PlannerTrainer: found weight={weight!r} and average_tokens_across_devices=True, with which Trainer "
+                f"normalizes losses over the tokens of all ranks already; expected one of both: leave weight out, or "
+                f"pass average_tokens_across_devices=False"
+            )
         # The writers of logs, which Trainer puts first, come after what extends the logs.
         self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, PlannerMetrics))
 
@@ -45,6 +60,19 @@ class PlannerTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = PlannerAccelerator
         self.accelerator.take(self._planned)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """See `Trainer.training_step`; keeps the number of tokens for `weight="tokens"`."""
+        self._tokens = num_items_in_batch
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _tokens_of_batch(self) -> float:
+        if self._tokens is None:
+            raise InputError(
+                'PlannerTrainer: found weight="tokens" and a model whose loss takes no num_items_in_batch, so that '
+                "Trainer counts no tokens; expected one that does, or compute_loss_func: pass a function as weight"
+            )
+        return float(self._tokens)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *arguments: Any, **keywords: Any) -> nn.Module:
         # `Trainer` reuses what it wrapped and compiled before; here each training attaches the model itself.

@@ -19,6 +19,7 @@ from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selec
 from planner.cost.wire import WireCost, wire_cost
 from planner.documents.estimate import ComputeBasis, compute_basis, on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
+from planner.documents.speeds import on_slowest
 from planner.ir import Bucket, Places
 from runtime.errors import InputError
 from runtime.plan.names import layer_of
@@ -367,7 +368,7 @@ def make_problem(
         )
     try:
         return Problem(
-            profile=on_accelerator(profile, chosen), cost=communication_cost(chosen, ranks),
+            profile=on_slowest(on_accelerator(profile, chosen), chosen), cost=communication_cost(chosen, ranks),
             basis=compute_basis(profile, chosen),
         )  # fmt: skip
     except InputError as error:

@@ -191,6 +191,7 @@ def attach(
     loss_scale: Callable[[], float] | None = None,
     guard: bool = True,
     mesh: DeviceMesh | None = None,
+    weight: Callable[[], float] | None = None,
 ) -> PlannedSession:
     """Make `backward()` of a plain model exchange its gradients by a plan, which is given or found in the run.
 
@@ -225,6 +226,8 @@ def attach(
         loss_scale: `scaler.get_scale` of a GradScaler; only plans that are not exact need it.
         guard: try a lossy plan against its exact fallback, and watch its residuals (see `runtime.attach`).
         mesh: the ranks as rows of nodes; default: what torchrun reports, or the machines' names.
+        weight: returns the number of samples or tokens of this rank in the next backward, in place of
+            `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns. `session.explain()` reports what
@@ -244,7 +247,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight,
     )  # fmt: skip
     if plan is not None:
         loaded = plan

@@ -18,6 +18,7 @@ from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVaria
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Line, Profile, SelectionLine
+from planner.documents.speeds import on_rank, on_slowest
 from planner.emit.read_back import schedule_of
 from planner.ir import ACCURACIES
 from planner.jobs.training import SEED, BuiltJob
@@ -67,7 +68,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         self._riskiest = max([asked.accuracy, *(each.accuracy for each in schedules)], key=ACCURACIES.index)
         shared = any(schedule.mode.shares_update for schedule in schedules)
         self._shares_update = shared or SHARDED_STEP in granted(asked.allow)
-        self._compute = scale.profile(asked.profile).compute
+        self._compute = scale.profile(on_rank(asked.profile, asked.cluster, bench.world.rank)).compute
         job = make_job(self._compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         self._model = job.model
@@ -99,7 +100,8 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         and Python, for which ranks share the machine's cores. What is compared is not looked at: these steps are made
         before, by all ranks at once.
         """
-        compute, trained, number = self._compute, TrainedJob(self._built), count()
+        slowest = self.scale.profile(on_slowest(self.asked.profile, self.asked.cluster))
+        compute, trained, number = slowest.compute, TrainedJob(self._built), count()
         asked_us = compute.forward_us + compute.update_us + sum(each.backward_us for each in compute.gradients)
         optimizer = trained.optimizer()
 
@@ -141,12 +143,14 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         return replace(
             asked.cluster, **computed, intra=None, inter=None, samples=self.unscaled(samples),
             back_to_back=self.unscaled(times.back_to_back), collectives=None,
-            contention=None, measured_for=None, emulated="namespaces",
+            contention=None, measured_for=None, emulated="namespaces", speed=None,
         )  # fmt: skip
 
     def _decided(self, cluster: Cluster, own_us: tuple[float, float]) -> Decided[BucketVariant]:
-        asked, compute, (usual_us, last_us) = self.asked, self.asked.profile.compute, own_us
-        here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + last_us))
+        asked, (usual_us, last_us) = self.asked, own_us
+        slowest = on_slowest(asked.profile, asked.cluster)  # for which others wait: the cluster has no speeds any more
+        compute = slowest.compute
+        here = replace(slowest, compute=replace(compute, update_us=compute.update_us + last_us))
         plan = _planned(asked, here, cluster)
         problem = make_problem(here, cluster, where=asked.name)
         lineup = make_lineup(plan, problem, asked.strategies, hooks_of(asked))

@@ -104,6 +104,8 @@ class Step:
     """Time from there to the first kernel of the next step; None where that is not traced."""
     input_us: float = 0.0
     """Time for which the script waited for its data loader."""
+    parts_us: tuple[tuple[float, float], ...] = ()
+    """Time to the last gradient and time of input on each of several traced ranks."""
     micro_batches: int = 1
     """Backwards of one optimizer step, of which the last one synchronizes."""
     modules: tuple[str, ...] | None = None

@@ -18,7 +18,7 @@ from planner.report.listing import Listing
 from planner.traces.events import Run, Step
 from planner.traces.replayed import OFF, Replay, own_schedule, replay
 from runtime.errors import InputError
-from runtime.plan.last_ranks import RankArrival, compare_arrivals
+from runtime.plan.last_ranks import RankArrival, compare_arrivals, with_causes
 
 STRATEGIES = {
     "optimal": "merging as planner optimize does",
@@ -185,7 +185,11 @@ def _rank_rows(run: Run) -> tuple[RankArrival, ...]:
     """Return for each traced rank how often it was last, and how long all others waited for it in a step."""
     sent = [message.arrivals_us for step in run.steps for message in step.messages]
     rows = compare_arrivals(([max(at) - one for one in at] for at in sent if at), run.traced_ranks)
-    return tuple(replace(row, others_waited_us=round(row.others_waited_us / len(run.steps), 3)) for row in rows)
+    rows = tuple(replace(row, others_waited_us=round(row.others_waited_us / len(run.steps), 3)) for row in rows)
+    if not rows or not run.steps[0].parts_us:
+        return rows
+    compute_us, input_us = np.median([step.parts_us for step in run.steps], axis=0).T.tolist()
+    return with_causes(rows, compute_us, input_us)
 
 
 def _changes(run: Run, profile: Profile) -> Iterator[Change]:

@@ -117,6 +117,7 @@ def _merged_step(steps: Sequence[Step], ranks: Sequence[int]) -> Step:
     return replace(
         steps[slowest], forward_us=float(np.median([step.forward_us for step in steps])), buckets=buckets,
         ready_us=np.max([step.ready_us for step in steps], axis=0), others=others,
+        parts_us=tuple((step.last_gradient_us, step.input_us) for step in steps),
     )  # fmt: skip
 
 

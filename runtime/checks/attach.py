@@ -78,6 +78,12 @@ def check_attach(
             yield check_optimizer(plan, optimizer, facts.parameters)
         if scale is not None and not callable(scale):
             yield f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
+        if options.weight is not None:
+            weight = cast(object, options.weight)
+            if not callable(weight):
+                yield f"weight: found {weight!r}, expected a function that returns a number of samples; pass that"
+            if plan is not None:
+                yield asked_modes(plan)[0].weight_reason
         if options.broadcast_buffers and world.ranks > 1:
             yield check_buffers(model)
         if plan is not None:

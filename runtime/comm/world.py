@@ -247,8 +247,10 @@ class World:
             else:
                 _dropped.append(group)
 
-    def split(self, parts: Sequence[Sequence[int]]) -> World:
-        """Make a group of this rank's part of ranks that are split into disjoint parts; all ranks must call this."""
+    def split(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> World:
+        """Make a group of this rank's part of ranks that are split into disjoint parts; all ranks must call this.
+        `backend`: of the group, by default this one's.
+        """
         if self.group is None:
             return World(timeout_s=self.timeout_s)
         known = dist.get_process_group_ranks(self.group)
@@ -261,7 +263,7 @@ class World:
                 made = dist.new_group(
                     ranks=[known[rank] for rank in part],
                     timeout=timedelta(seconds=self.timeout_s),
-                    backend=self.backend,
+                    backend=backend or self.backend,
                     use_local_synchronization=not whole,
                 )
             if part is mine:
@@ -271,7 +273,7 @@ class World:
             rank=mine.index(self.rank),
             ranks=len(mine),
             group=group if len(mine) > 1 else None,
-            backend=self.backend,
+            backend=backend or self.backend,
             timeout_s=self.timeout_s,
             notice_s=self.notice_s,
             neighbours=tuple(replace(one, rank=mine.index(one.rank)) for one in self.neighbours if one.rank in mine),

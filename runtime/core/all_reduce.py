@@ -32,6 +32,7 @@ class AllReduce(Launcher):
             exact: whether `.grad`s are plain averages.
         """
         self.communicator, self.scale = communicator, 1.0 if usage is None else 1.0 / usage.ranks
+        self._buckets = buckets
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self.usage, self._carried, self._recorder, self._exact = usage, carried, recorder, exact
 
@@ -47,9 +48,16 @@ class AllReduce(Launcher):
         if carries:
             self._carried.settle(self._wait_for)
         self.wait()
+        self._correct()
         unused = self._settle_missing(missing, carries) if missing else set()
         if separate:
             self._copy_averages([slot for slot in self._slots if slot.index not in unused])
+
+    def _correct(self) -> None:
+        """Multiply averages by what ranks' weights require: all of a bucket but the flags behind it."""
+        factor = self.correction()
+        for message in (message for bucket in self._buckets for message in bucket.messages) if factor != 1.0 else ():
+            message.flat[: sum(slot.parameter.numel() for slot in message.slots)].mul_(factor)
 
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
         """Wait until a bucket has come, or all have: later ones are sent while it is unpacked."""
@@ -64,6 +72,8 @@ class AllReduce(Launcher):
         used = self.usage.used_somewhere()
         for saved in missing:
             if saved.slot.index in used:
+                if self.weighted:  # else it was sent with the gradients of this step
+                    saved.add()
                 continue
             # A residual may come in a step in which no rank uses its parameter.
             if carries and bool(saved.slot.view.any()):

@@ -145,6 +145,12 @@ class SavedGrad:
         before = self.values if self.values is not None else self.gradient
         return None if before is None else before.detach()
 
+    @classmethod
+    def set_aside(cls, slot: Slot) -> SavedGrad:
+        """Take a `.grad` away from its parameter; where it is the bucket's own memory, a copy is kept."""
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        return cls(slot, gradient.detach().clone() if gradient is slot.view else gradient, None)
+
     def add(self) -> None:
         """Add the earlier values to the new average."""
         if self.values_before is not None:

@@ -75,11 +75,13 @@ class BufferSync:
             return []
         return [hook_before_forward(self._model, ModuleHook(self._before_forward))]
 
-    def align(self) -> bool:
-        """Align buffers behind an exchange of gradients, in which all ranks take part. Return whether needed."""
+    def align(self, source: int = 0) -> bool:
+        """Align buffers with those of rank `source` behind an exchange of gradients, in which all ranks take part.
+        Return whether needed.
+        """
         if not (self._follows and self._due) or self._apart():
             return False
-        self._exchange()
+        self._exchange(source=source)
         self._aligned = True
         if self._on_host:
             self._versions = self._versions_now()
@@ -103,42 +105,42 @@ class BufferSync:
         if self._asks:
             if self._world.rank == 0:
                 self._flat[CHANGED] = changed
-            self._broadcast(self._flat[:ALIGNMENT_BYTES])
+            self._broadcast(self._flat[:ALIGNMENT_BYTES], 0)
             if not self._flat[CHANGED]:
                 if changed:
-                    self._unpack()
+                    self._unpack(0)
                 return
         self._exchange(changed)
         self._asks = not self._flat[CHANGED]
 
     @torch.no_grad()
-    def _exchange(self, changed: bool = False) -> None:
+    def _exchange(self, changed: bool = False, source: int = 0) -> None:
         self._collect()
         if self._agreed is None or (self._reshaped and not self._on_host):
             self._agree()
-        if self._world.rank == 0:
+        if self._world.rank == source:
             if self._on_host:
                 self._flat[RESHAPED], self._flat[CHANGED] = self._reshaped, changed
             if not self._reshaped:
                 torch._foreach_copy_(self._views, self._buffers)
-        self._broadcast(self._flat)
+        self._broadcast(self._flat, source)
         if self._on_host and self._flat[RESHAPED]:
             self._agreed = None
-            self._exchange(changed)
+            self._exchange(changed, source)
         else:
-            self._unpack()
+            self._unpack(source)
 
-    def _broadcast(self, message: Tensor) -> None:
+    def _broadcast(self, message: Tensor, source: int) -> None:
         what = "the broadcast of buffers"
         try:
-            work = dist.broadcast(message, group=self._world.group, group_src=0, async_op=True)
+            work = dist.broadcast(message, group=self._world.group, group_src=source, async_op=True)
             self._world.wait(work, what, message.device)
         except RuntimeError as error:
             raise_failure(self._world, what, error)
 
-    def _unpack(self) -> None:
-        """Overwrite this rank's buffers with those of rank 0 that came last. Raises InputError for other ones."""
-        if self._world.rank == 0:
+    def _unpack(self, source: int) -> None:
+        """Overwrite this rank's buffers with those that came last. Raises InputError for other ones."""
+        if self._world.rank == source:
             return
         if self._reshaped:
             assert self._agreed is not None

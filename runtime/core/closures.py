@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.comm.communicator import raise_failure
 from runtime.comm.world import World
+from runtime.core.weights import Weights
 
 DECIDE_BY_LOSS: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.LBFGS,)
 """Line search and stopping compare losses. Every other optimizer of torch only hands the closure's loss back."""
@@ -23,9 +24,9 @@ class LossAveraging:
     or step shorter than another, and wait for ever for collectives that the other one does not start.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        """`device`: the parameters', for not every backend carries tensors of the host."""
-        self._world, self._device = world, device
+    def __init__(self, world: World, device: torch.device, weights: Weights) -> None:
+        """`device`: the parameters', for not every backend carries tensors of the host; `weights`: of the gradients."""
+        self._world, self._device, self._weights = world, device, weights
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
         """Hook the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
@@ -37,7 +38,7 @@ class LossAveraging:
         def averaged() -> Any:
             loss = closure()
             total = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-            total = total.to(self._device) / self._world.ranks
+            total = total.to(self._device) * self._weights.share / self._world.ranks
             try:
                 dist.all_reduce(total, group=self._world.group)
             except RuntimeError as error:

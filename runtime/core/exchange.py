@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runtime.comm.communicator import Communicator
@@ -19,7 +21,8 @@ from runtime.core.hooks import GradientHook
 from runtime.core.usage import Usage
 from runtime.core.views import ViewGuard
 from runtime.core.watch import raise_failed_move, refuse_unplanned
-from runtime.errors import CommunicationError
+from runtime.core.weights import Weights
+from runtime.errors import CommunicationError, InputError
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.torch_compat import held_by_torch
@@ -73,6 +76,18 @@ class Launcher:
     usage: Usage | None = None
     """Usage flags that are sent behind the last bucket; None: none that count for `.grad`s."""
 
+    rank_weights: Weights | None = None
+    """Weights of ranks; None: each counts as much as any other."""
+
+    @property
+    def weighted(self) -> bool:
+        """True if gradients are weighed; equal on all ranks."""
+        return self.rank_weights is not None and self.rank_weights.active
+
+    def correction(self) -> float:
+        """Return the factor of averages that are here, which makes them those of weighed ranks."""
+        return 1.0 if self.rank_weights is None else self.rank_weights.correction()
+
     def wait(self) -> None:
         """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank gave the step up."""
         self.communicator.wait()
@@ -98,6 +113,10 @@ class Launcher:
 
     def missing(self, slot: Slot) -> None:
         """Prepare for taking what `.grad` holds for a gradient that this backward did not produce."""
+
+    def set_aside(self, slot: Slot) -> SavedGrad:
+        """Take an average of an earlier step away from its parameter: it is added to the weighed average behind it."""
+        return SavedGrad.set_aside(slot)
 
     def launch(self, bucket: BucketBuffer) -> None:
         """Send a bucket whose gradients are all there. Buckets come in plan order."""
@@ -128,6 +147,10 @@ class Exchange:
         self._views = ViewGuard(buckets)
         self._parameters, self._recorder, self._scale = parameters, recorder, launcher.scale
         self._saved: list[SavedGrad] = []
+        self._aside: dict[int, SavedGrad] = {}
+        """`.grad`s from before the micro-batches of a weighed step, by place in the plan."""
+        self._idle = False
+        """Whether the present backward has a weight of 0, as if it had used no parameter."""
         self._next = 0
         self.open = False
         self._given_up = False
@@ -158,8 +181,20 @@ class Exchange:
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
         for slot in self.slots:
-            after = partial(_gradient_ready, here, slot)
-            self._hooks[slot.name] = GradientHook(slot.parameter, after, self.launcher.before_added(slot, here))
+            self._hooks[slot.name] = self._hook(slot, here)
+
+    def _hook(self, slot: Slot, here: weakref.ref[Exchange]) -> GradientHook:
+        weights = self.launcher.rank_weights
+        weighs = weights is not None and weights.wanted
+        before = partial(_weigh, here, slot) if weighs else self.launcher.before_added(slot, here)
+        return GradientHook(slot.parameter, partial(_gradient_ready, here, slot), before)
+
+    def weigh_gradients(self) -> None:
+        """Hook the parameters anew, for this rank has begun to give weights."""
+        here = weakref.ref(self)
+        for slot in self.slots:
+            self._hooks[slot.name].remove()
+            self._hooks[slot.name] = self._hook(slot, here)
 
     # One step, in the order in which it happens.
 
@@ -178,6 +213,8 @@ class Exchange:
 
     def begin(self) -> None:
         """Begin a step, whose first gradient is here."""
+        if self.launcher.rank_weights is not None:
+            self.launcher.rank_weights.begin_step()
         self._views.restore()
         self.carried.begin()
         kept = partial(self._views.others_kept, self._first)
@@ -202,18 +239,42 @@ class Exchange:
         self.launcher.launch(bucket)
         self._next += 1
 
+    def weighed(self, slot: Slot, gradient: Tensor) -> tuple[Tensor] | None:
+        """Return a gradient times the weight of its backward, before it is added to `.grad`; None: it stays."""
+        assert self.launcher.rank_weights is not None
+        try:
+            factor = self.launcher.rank_weights.take()
+        except InputError:
+            if self.launcher.weighted:  # else ranks have refused each other's weights alike
+                self.give_up()
+            raise
+        self._idle = factor == 0.0
+        if not slot.touched and slot.index not in self._aside and (self._idle or slot.parameter.grad is not None):
+            self._aside[slot.index] = self.launcher.set_aside(slot)
+        if factor == 1.0:
+            return None
+        return (torch.zeros_like(gradient) if self._idle else gradient * factor,)  # zeros: no NaN may come through
+
     def accumulated(self) -> None:
+        self._end_weight()
         self._recorder.end_micro_batch()
 
     def finish(self) -> None:
         """End a backward: after this, every `.grad` is final."""
         self._launch_rest()
         self._recorder.end_backward()
-        self.launcher.settle(self._saved, separate=self._grads_detached)
+        self.launcher.settle([*self._saved, *self._aside.values()], separate=self._grads_detached)
         self._saved.clear()
+        self._aside.clear()
+        self._end_weight()
         self.clear_used()
         self.open = False
         self._recorder.end_step()
+
+    def _end_weight(self) -> None:
+        self._idle = False
+        if self.launcher.rank_weights is not None:
+            self.launcher.rank_weights.end_backward()
 
     def _launch_rest(self) -> None:
         for bucket in self.buckets[self._next :]:
@@ -232,11 +293,10 @@ class Exchange:
         for slot in bucket.slots:
             if not slot.waiting:
                 continue
-            self.launcher.missing(slot)
-            self._saved.append(SavedGrad.of(slot))
+            self._save(slot)
             slot.waiting = False
             # Of a lossy bucket, where a part of it would become a residual though it has been used.
-            stale = self.carried.compresses(bucket) and not slot.touched
+            stale = (self.carried.compresses(bucket) or self.launcher.weighted) and not slot.touched
             if slot.parameter.grad is None or stale:
                 slot.clear_view()
                 slot.view.zero_()
@@ -245,6 +305,14 @@ class Exchange:
                 slot.take(self._scale, apart=self._grads_detached)
         if bucket.waiting and not self._grads_detached:
             bucket.take_small(self._scale)
+
+    def _save(self, slot: Slot) -> None:
+        """Keep the `.grad` that a parameter has without this backward."""
+        if not self.launcher.weighted:
+            self.launcher.missing(slot)
+            self._saved.append(SavedGrad.of(slot))
+        elif not slot.touched and slot.index not in self._aside:
+            self._aside[slot.index] = self.launcher.set_aside(slot)
 
     # What ends a step in another way, and the exchange.
 
@@ -261,6 +329,10 @@ class Exchange:
             self.give_up()
         given_up, self._given_up, self.open = self._given_up, False, False
         self._saved.clear()
+        self._aside.clear()
+        self._idle = False
+        if self.launcher.rank_weights is not None:
+            self.launcher.rank_weights.abort()
         self.launcher.abort_backward()
         self.launcher.communicator.wait()
         usage = self.launcher.usage
@@ -301,6 +373,12 @@ class Exchange:
         touched = {slot.name for slot in before.slots if slot.touched}
         for slot in self.slots:
             slot.touched = slot.name in touched
+        self._aside = {
+            slot.index: replace(one, slot=slot)
+            for slot in self.slots
+            for one in before._aside.values()
+            if one.slot.name == slot.name
+        }
 
     def close(self) -> None:
         """Take the hooks off. `.grad`s stay what they are: views of buckets that are no longer written to."""
@@ -323,6 +401,12 @@ class Exchange:
                     slot.view.data = slot.view.clone()
 
 
+def _weigh(exchange: weakref.ref[Exchange], slot: Slot, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
+    """Weigh a gradient before autograd adds it to `.grad`."""
+    here = exchange()
+    return None if here is None or gradients[0] is None else here.weighed(slot, gradients[0])
+
+
 def _gradient_ready(
     exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]
 ) -> None:
@@ -332,7 +416,7 @@ def _gradient_ready(
     here = exchange()
     if here is None or (gradients[0] is None and slot.parameter.grad is None):
         return  # a backward function gave None for it: as if this rank had not used it
-    slot.touched = True
+    slot.touched = slot.touched or not here._idle
     if not here.open:
         here._first = slot
         if not here._on_first_grad():

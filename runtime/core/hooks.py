@@ -27,10 +27,11 @@ class GradientHook:
     __slots__ = ("_after", "_before", "_handles", "_node", "_parameter")
 
     def __init__(
-        self, parameter: Tensor, after: Callable[[Any, Any], None], before: Callable[[Any], None] | None = None
+        self, parameter: Tensor, after: Callable[[Any, Any], None], before: Callable[[Any], Any] | None = None
     ) -> None:
         """Register the hooks: `after` is called with nothing and a tuple of the gradient, None where a backward
-        function gave none; `before` with that tuple when the gradient is about to be added.
+        function gave none; `before` with that tuple when the gradient is about to be added, which may return another
+        one to add.
         """
         self._parameter, self._after, self._before = parameter, after, before
         self._register(accumulator_of(parameter))

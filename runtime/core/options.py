@@ -24,5 +24,6 @@ class AttachOptions:
     loss_scale: Callable[[], float] | None = None
     guard: bool = True
     mesh: DeviceMesh | None = None
+    weight: Callable[[], float] | None = None
     communicate: bool = True
     """Whether gradients are exchanged; with False everything else happens."""

@@ -106,6 +106,8 @@ class Mode:
     """Reason why a run that has begun cannot switch to it; None: it can."""
     aside_reason: ClassVar[str | None] = None
     """Reason why nothing else may train the model while the session is put aside; None: it may."""
+    weight_reason: ClassVar[str | None] = None
+    """Reason why ranks cannot have weights; None: they can."""
     sends: ClassVar[str | None] = None
     """The collective of all buckets; None: what each of them says."""
 

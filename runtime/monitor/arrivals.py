@@ -1,36 +1,51 @@
-"""Comparison of all ranks, now and then, of how long each message took on them: who arrives last."""
+"""Comparison of all ranks, now and then, of how long each message took on them: who arrives last, and why."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from runtime.comm.world import World
+from runtime.errors import StragglerWarning
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
-from runtime.plan.last_ranks import RankArrival, compare_arrivals
+from runtime.plan.last_ranks import (
+    STRAGGLER_STEPS,
+    MessageArrival,
+    RankArrival,
+    arrivals_of,
+    compare_arrivals,
+    find_straggler,
+    with_causes,
+)
 from runtime.torch_compat import object_device
 
 FIRST_STEP, EVERY_STEPS = 20, 100
 """Step of a plan behind which ranks compare first, and the least number of steps from then on."""
 COST = 0.001
 """Share of a run's time that comparing may cost."""
+PARTS = 2
+"""Figures of a step behind the durations of its messages: times of compute and of input."""
 
 
 class Arrivals:
-    """`rows` has the last comparison, equal on all ranks; empty until there is one."""
+    """`rows` and `messages` have the last comparison, equal on all ranks; empty until there is one."""
 
     def __init__(self, world: World, clock: Clock) -> None:
         self._world, self._clock = world, clock
+        self._warned: set[int] = set()
+        """Ranks that a warning has named."""
         self.restart()
 
     def restart(self) -> None:
         """Forget what was compared: another plan begins."""
         self.rows: tuple[RankArrival, ...] = ()
+        self.messages: tuple[MessageArrival, ...] = ()
         self._left, self._cost_us = FIRST_STEP, 0.0
 
     def step_done(self, steps: Sequence[StepMarks]) -> None:
@@ -43,19 +58,49 @@ class Arrivals:
         if self._left or self._world.ranks == 1 or self._world.group is None:
             return
         begun_s = time.perf_counter()
-        over = [marks for marks in steps if self._clock.reached(marks.end)]
-        whole_us = self._clock.between_us(over[0].end, over[-1].end) / (len(over) - 1) if len(over) > 1 else math.nan
-        mine = [*self._durations_us(over, len(steps[-1].sent)), self._cost_us, whole_us]
-        part = torch.tensor(mine, dtype=torch.float64, device=object_device(self._world.group))
+        looked_at, messages = list(steps)[-STRAGGLER_STEPS - 1 :], len(steps[-1].sent)
+        ends = [marks.end for marks in looked_at if self._clock.reached(marks.end)]
+        whole_us = self._clock.between_us(ends[0], ends[-1]) / (len(ends) - 1) if len(ends) > 1 else math.nan
+        mine = [one for pair in pairwise(looked_at) for one in self._figures(*pair)]
+        part = torch.tensor([*mine, self._cost_us, whole_us], dtype=torch.float64)
+        part = part.to(object_device(self._world.group))
         everyone = self._world.gather_parts(part, "comparing when ranks arrive").view(self._world.ranks, -1).cpu()
-        self.rows = compare_arrivals(everyone[:, :-2].T.tolist(), range(self._world.ranks))
         # Equal on all ranks: what the slowest one spent last time, and its shortest step.
         spent_us, step_us = float(everyone[:, -2].max()), float(everyone[:, -1].nan_to_num(math.inf).min())
+        self._compare(everyone[:, :-2].view(self._world.ranks, -1, messages + PARTS), step_us)
         self._left = max(EVERY_STEPS, math.ceil(spent_us / (COST * max(1.0, step_us))))
         self._cost_us = (time.perf_counter() - begun_s) * 1e6
 
-    def _durations_us(self, steps: Sequence[StepMarks], messages: int) -> Iterable[float]:
-        for index in range(messages):
-            sent = [marks.sent[index] for marks in steps]
-            known = [(one.start, one.end) for one in sent if one.start is not None and one.end is not None]
-            yield statistics.median(self._clock.between_us(*span) for span in known) if known else math.nan
+    def _compare(self, figures: Tensor, step_us: float) -> None:
+        """Compare ranks by the figures of their last steps. Shape (ranks, steps, messages and `PARTS`)."""
+        medians = figures.nanmedian(dim=1).values
+        durations = medians[:, :-PARTS].T.tolist()
+        rows = compare_arrivals(durations, range(self._world.ranks))
+        self.messages = arrivals_of(durations)
+        self.rows = with_causes(rows, medians[:, -2].tolist(), medians[:, -1].tolist())
+        straggler = find_straggler(figures[:, :, :-PARTS].permute(1, 2, 0).tolist(), step_us)
+        if straggler is None or straggler in self._warned:
+            return
+        self._warned.add(straggler)
+        others, cause = self._world.ranks - 1, self.rows[straggler].cause
+        late_us = self.rows[straggler].others_waited_us / others
+        self._world.warn(
+            f"rank {straggler} arrived last in at least nine of the last {figures.shape[1]} steps; each other rank "
+            f"waits {late_us / 1e3:.2f} ms of {step_us / 1e3:.2f} ms for it, and what is longer there is "
+            f"{cause or 'not known'}; see session.report(), or give ranks shares of the batch by their speed",
+            StragglerWarning,
+        )
+
+    def _figures(self, before: StepMarks, marks: StepMarks) -> Iterator[float]:
+        """Yield the durations of a step's messages, the time of its compute and that of its input, in microseconds."""
+        for one in marks.sent:
+            yield self._between_us(one.start, one.end)
+        begun = marks.micro_batches[0][0] if marks.micro_batches else marks.forward
+        updated_us = self._between_us(before.update, before.update_end)
+        computed_us = self._between_us(begun, marks.backward_end)
+        yield computed_us + (0.0 if math.isnan(updated_us) else updated_us)
+        yield self._between_us(before.end if before.update_end is None else before.update_end, begun)
+
+    def _between_us(self, start: object, end: object) -> float:
+        known = start is not None and end is not None and self._clock.reached(end)
+        return self._clock.between_us(start, end) if known else math.nan

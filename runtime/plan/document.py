@@ -236,6 +236,9 @@ class UpdatePlan(Record):
     step: StepPlan | None = None
 
 
+RankNumber = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan(Record):
     """The plan of one phase of a training: a resolution, a part with compression."""
@@ -292,6 +295,8 @@ class Plan(Document):
     """Parts of the optimizer's step that ranks share; None: each does all of it."""
     accuracy_measured: AccuracyMeasured | None = None
     """Loss against DDP's on a job, where it was measured; no part of the digest."""
+    shares: dict[RankNumber, PositiveCount] | None = None
+    """Samples of each rank in a step, by rank; absent: ranks have equal shares, or the script decides."""
     notes: tuple[str, ...] = field(default=())
     """Notes of the planner for readers."""
 
@@ -349,8 +354,8 @@ class Plan(Document):
         Args:
             path: JSON path of the plan, which the message begins with.
         """
-        problem = interface_problem(self, path) or gathers_problem(self, path) or _buckets_problem(self, path)
-        problem = problem or _from_step_problem(self, path)
+        checks = (interface_problem, gathers_problem, _buckets_problem, _from_step_problem, _shares_problem)
+        problem = next(filter(None, (check(self, path) for check in checks)), None)
         if problem is not None or self.local_async is None:
             return problem
         return blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks")
@@ -427,6 +432,17 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
         )
     if plan.fsdp2 is not None:
         raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")
+
+
+def _shares_problem(plan: Plan, path: str) -> str | None:
+    """Return what is wrong where not each rank has one share."""
+    ranks = [str(rank) for rank in range(plan.world.ranks)]
+    if plan.shares is None or list(plan.shares) == ranks:
+        return None
+    return (
+        f"{path}.shares: found shares of {len(plan.shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
+        f"order: plan again with --global-batch, or take them out"
+    )
 
 
 def _from_step_problem(plan: Plan, path: str) -> str | None:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan.document import ModelReference, Plan
+from runtime.plan.last_ranks import MessageArrival, RankArrival
 from runtime.plan.strict_json import MAX_RANKS, Count, Document, Name, PositiveCount, Record, TimeUs
 from runtime.plan.timeline import Span, Timeline, busy_us
 
@@ -61,6 +62,10 @@ class MeasuredStep(Document):
     """Number of micro-batches of one step of the optimizer; absent: one."""
     exchanged: PositiveCount | None = None
     """Number of them that exchanged gradients; absent: the last one."""
+    arrivals: tuple[RankArrival, ...] | None = None
+    """Each rank at the messages; absent: ranks have not compared."""
+    messages: tuple[MessageArrival, ...] | None = None
+    """All ranks at each message."""
     timeline: Annotated[tuple[MeasuredTask, ...], Field(min_length=1)]
 
     @classmethod

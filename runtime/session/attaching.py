@@ -49,6 +49,7 @@ def attach(
     loss_scale: Callable[[], float] | None = None,
     guard: bool = True,
     mesh: DeviceMesh | None = None,
+    weight: Callable[[], float] | None = None,
 ) -> Session:
     """Make `backward()` of a plain model exchange its gradients as the plan says.
 
@@ -79,6 +80,8 @@ def attach(
         mesh: for plans with hierarchical collectives: the ranks as rows of nodes, the same on every rank, such
             as `init_device_mesh("cuda", (nodes, ranks_per_node))`; default: what torchrun says (GROUP_RANK,
             LOCAL_WORLD_SIZE), or the machines' names.
+        weight: returns the number of samples or tokens of this rank in the next backward, in place of
+            `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
@@ -92,7 +95,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight,
     )  # fmt: skip
     return attach_as(Session, model, optimizer, plan, options)
 

@@ -21,7 +21,7 @@ from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
-from runtime.plan.last_ranks import RankArrival
+from runtime.plan.last_ranks import MessageArrival, RankArrival
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.measured_accuracy import cost_line
 from runtime.plan.predicted import Prediction
@@ -133,6 +133,8 @@ class Report:
     step: StepReport | None = None
     arrivals: tuple[RankArrival, ...] = ()
     """Each rank at the messages, as ranks compared last; empty in the first steps, and where ranks do not wait."""
+    messages: tuple[MessageArrival, ...] = ()
+    """All ranks at each message, as they compared last."""
     interfaces: tuple[str, ...] = ()
     accuracy: str | None = None
     """The cost of the plan in accuracy, as text; None for an exact plan."""
@@ -219,7 +221,8 @@ class Report:
         micro_batches, exchanged = self.micro_batches if several else (None, None)
         return MeasuredStep.of(
             self.timeline, model=self.model, rank=self.rank, ranks=self.ranks, steps=self.steps,
-            micro_batches=micro_batches, exchanged=exchanged,
+            micro_batches=micro_batches, exchanged=exchanged, arrivals=self.arrivals or None,
+            messages=self.messages or None,
         )  # fmt: skip
 
     def to_document(self) -> dict[str, Any]:
@@ -276,7 +279,16 @@ class Report:
             )
         if self.accumulated and self.predicted_us is not None:
             lines.append("  predicted for micro-batches as large as the batch that was profiled")
-        return "\n".join([*lines, *(f"  {row}" for row in (*self.buckets, *self.arrivals))])
+        late = {one.message: one for one in self.messages}
+        buckets = [f"{row}{_late_text(late.get(row.index))}" for row in self.buckets]
+        return "\n".join([*lines, *(f"  {row}" for row in (*buckets, *self.arrivals))])
+
+
+def _late_text(arrival: MessageArrival | None) -> str:
+    """Return which rank arrives last at a bucket's message; empty where that is not known."""
+    if arrival is None:
+        return ""
+    return f"; rank {arrival.last_rank} arrives last, {arrival.waited_us / 1e3:.2f} ms behind the first"
 
 
 @dataclass(frozen=True)

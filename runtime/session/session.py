@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from runtime.checks.backend import check_backend
-from runtime.checks.modes import make_mode
+from runtime.checks.modes import asked_modes, make_mode
 from runtime.checks.optimizer import check_optimizer, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.checks.topology import adapt
@@ -33,6 +33,7 @@ from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
 from runtime.core.options import AttachOptions
 from runtime.core.watch import ModelWatch
+from runtime.core.weights import Weights
 from runtime.errors import FallbackWarning, InputError
 from runtime.modes.base import Mode
 from runtime.monitor.clock import make_clock
@@ -44,6 +45,7 @@ from runtime.plan.document import PhasePlan
 from runtime.session.monitor import Monitor
 from runtime.session.phases import Phases
 from runtime.session.report import Report, make_report
+from runtime.session.uneven import even_batches
 from runtime.sparse.samples import Sampled
 from runtime.torch_compat import (
     OUTSIDE,
@@ -54,6 +56,8 @@ from runtime.torch_compat import (
     leave_uncompiled,
 )
 from runtime.version import __version__
+
+T = TypeVar("T")
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -143,6 +147,8 @@ class Session:
         """The `no_sync` of what trains the model while the session is aside."""
         self._parameters = dict(trainable_parameters(model) if parameters is None else parameters)
         self._device = next(iter(self._parameters.values())).device
+        self._shares = plan.shares
+        self._weights = Weights(world, options.weight)
         leave_uncompiled()
         if self._device.type == "cpu":
             torch.empty(FREED_BYTES, dtype=torch.uint8)
@@ -178,7 +184,7 @@ class Session:
         # a mode does around the optimizer's step.
         self._handles += self._recorder.observe(model, self.optimizer)
         if options.communicate:
-            self._handles += LossAveraging(world, self._device).install(self.optimizer)
+            self._handles += LossAveraging(world, self._device, self._weights).install(self.optimizer)
         self._backward.install_exchange(self._exchange)
         self._handles += self._backward.install()
         if world.before_group:
@@ -198,13 +204,23 @@ class Session:
         return self._mode.plan
 
     @property
+    def share(self) -> int | None:
+        """Samples of this rank in a step, where the plan has shares; else None: the script decides."""
+        shares = self.plan.shares or self._shares
+        return None if shares is None else shares[str(self._world.rank)]
+
+    @property
     def is_attached(self) -> bool:
         """True until `detach`: the model trains by this session."""
         return bool(self._handles)
 
     def _connect(self, exchange: Exchange) -> None:
         """Give an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""
-        if not self._options.communicate or self._world.group is None or not has_phases(exchange.plan):
+        if not self._options.communicate or self._world.group is None:
+            return
+        if self._mode.weight_reason is None:
+            exchange.launcher.rank_weights = self._weights
+        if not has_phases(exchange.plan):
             return
         self._grid = self._grid or Grid.make(self._world, self._host.topology)
         exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self._device)
@@ -231,7 +247,7 @@ class Session:
 
     def _step_done(self) -> None:
         """End the exchange of a step, whose gradients are all there; the optimizer's step comes next."""
-        if self._buffers is not None and self._buffers.align():
+        if self._buffers is not None and self._buffers.align(self._weights.source):
             self._recorder.buffers_aligned()
         self.step += 1
         self._mode.exchanged()
@@ -292,6 +308,63 @@ class Session:
             yield
         finally:
             self._backward.synchronizing = before
+
+    def weight(self, n: float) -> float:
+        """Give this rank's weight in the next backward: the number of samples or tokens that its loss is a mean over.
+
+        The gradient is Σ nᵢ gᵢ / Σ nᵢ over ranks, as of one process that has all their samples. Call it before each
+        backward, also those in `no_sync`, on every rank, from the first step on. `.grad` inside `no_sync` is a
+        weighted sum. With accumulation the sum is over all micro-batches, times their number: divide the loss by that,
+        as with DDP. Residuals of lossy buckets count with the weights of the step that sends them.
+
+        Args:
+            n: at least 0; 0 lets this rank contribute zeros, whatever its gradients are.
+
+        Returns:
+            The weight that counts: 0 in a batch that `batches` repeats, else `n`.
+
+        Raises:
+            InputError: a negative or no number, a weight after a first step without, or a plan with a delay. In
+                backward: no weight on this rank; on all ranks alike weights on some of them alone in the first step,
+                or all of them 0.
+
+        Example:
+            for tokens, labels in loader:
+                session.weight(labels.ne(-100).sum())
+                loss_of(model, tokens, labels).backward()
+        """
+        self._want_weights("session.weight")
+        return self._weights.give(n)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Return an iterator over a rank's batches that ends on all ranks at once, when the last one has none left.
+
+        A rank without another batch gets its last one again, with a weight of 0: so schedulers, clipping and the
+        optimizer stay in step, and nothing counts twice. A rank weighs 1 where the script gives no weight; with
+        `weight(n)` each sample counts alike. All ranks call this at the same place; it costs a control message a batch.
+
+        Args:
+            loader: this rank's batches, at least one.
+
+        Raises:
+            InputError: on all ranks alike, where a rank has no batch at all; a plan with a delay.
+            CommunicationError: a rank did not come within the deadline.
+
+        Example:
+            for x, y in session.batches(loader):
+                session.weight(len(x))
+                loss_of(model, x, y).backward()
+                optimizer.step()
+        """
+        self._want_weights("session.batches")
+        return even_batches(self._weights, loader)
+
+    def _want_weights(self, what: str) -> None:
+        """Weigh gradients from now on, for `what` the user called. Raises InputError."""
+        if self._mode.weight_reason is not None:
+            raise InputError(f"{what}: {self._mode.weight_reason}")
+        if self._weights.want(what) and self._exchange.launcher.rank_weights is not None:
+            self._exchange.weigh_gradients()
 
     @contextmanager
     def sync_in_backward(self) -> Iterator[None]:
@@ -435,6 +508,7 @@ class Session:
                 or check_optimizer(loaded, self._given, self._parameters)
                 or check_switch(loaded, at_step, self.step)
                 or check_backend(loaded, self._world, self._device)
+                or (asked_modes(loaded)[0].weight_reason if self._weights.wanted else None)
             )
             if problem:
                 return None, problem
@@ -457,8 +531,10 @@ class Session:
         mode = self._mode  # first steps of another kind have no prediction
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
-        arrivals = self._monitor.arrivals.rows
-        return replace(report, norms=self._norms.report(), step=mode.report(), arrivals=arrivals)
+        found = self._monitor.arrivals
+        return replace(
+            report, norms=self._norms.report(), step=mode.report(), arrivals=found.rows, messages=found.messages
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.
@@ -606,4 +682,5 @@ class Session:
                 mode.close()
         finally:
             if leave:
+                self._weights.leave()
                 self._world.leave()

@@ -95,6 +95,14 @@ class ReduceScatter(Launcher):
             self._before[slot.index] = gradient.part.clone()
             slot.parameter.grad = self.local_share(slot.index)
 
+    def set_aside(self, slot: Slot) -> SavedGrad:
+        """See `Launcher.set_aside`: of an average each rank has its part."""
+        gradient = slot.parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            self._before[slot.index] = gradient.part.clone()
+            slot.parameter.grad = None
+        return super().set_aside(slot)
+
     def launch(self, bucket: BucketBuffer) -> None:
         self.communicator.launch(
             bucket.payload, self._recorder.sent(bucket.index), partial(self.carried.add_to, bucket)
@@ -108,14 +116,19 @@ class ReduceScatter(Launcher):
         self.wait()
         if carries:
             self.carried.count(self.usage.finite())
+        if (factor := self.correction()) != 1.0:
+            for part in self.parts:
+                part.total.mul_(factor)
         used = self.usage.used_somewhere() if missing else set()
         came = self.usage.came() if missing and carries else set()
-        kept = {one.slot.index: one for one in missing if one.slot.index not in used}
+        earlier = {one.slot.index: one for one in missing}
+        kept = {index: one for index, one in earlier.items() if index not in used}
         for slot, gradient in zip(self.slots, self._gradients, strict=True):
             before, saved = self._before.get(slot.index), kept.get(slot.index)
             if saved is None or slot.index in came:
                 gradient.zeroed = False
-                if self.carried.compresses(slot.bucket):  # which sends nothing of what was there: `_fill_missing`
+                if self.weighted or self.carried.compresses(slot.bucket):  # nothing of what was there was sent
+                    saved = earlier.get(slot.index) if self.weighted else saved
                     if before is not None:
                         gradient.part.add_(before)
                     elif saved is not None and (whole := saved.values_before) is not None:

@@ -257,7 +257,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "the last element is not summed": (runtime.modes.base, "collective_of", lambda _bucket: _all_but_the_last),
     "large gradients are not scaled": (Slot, "take", _unscaled),
     "unused parameters count as used": (UsageFlags, "used_somewhere", lambda flags: set(range(flags._parameters))),
-    "buffers stay apart": (BufferSync, "_unpack", lambda _self: None),
+    "buffers stay apart": (BufferSync, "_unpack", lambda _self, _source: None),
 }
 
 

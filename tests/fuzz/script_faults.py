@@ -61,7 +61,7 @@ FAULTS = {
     "hooks registered later see averages": Fault(
         GradientHook, "_register", _before_later_hooks, "exact buckets=1: hook post clamp 1; train 1"
     ),
-    "buffers stay apart": Fault(BufferSync, "_unpack", lambda _self: None, "exact model=norm: train 2"),
+    "buffers stay apart": Fault(BufferSync, "_unpack", lambda _self, _source: None, "exact model=norm: train 2"),
     "kept gradients are written over": Fault(
         ViewGuard, "restore", lambda _self: None, "exact: train 2; keep detach; train 1"
     ),

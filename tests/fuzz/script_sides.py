@@ -109,6 +109,7 @@ class PlanSide:
         self.session = runtime.attach(
             target, optimizer, self._plan(), None if self.group is dist.group.WORLD else self.group,
             timeout_s=WAIT_S, guard=False, broadcast_buffers=not self.script.broadcast,
+            weight=(lambda: 3.0) if self.script.weights else None,
             loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
         )  # fmt: skip
         self._names, self.watched = tuple(self.session._parameters), weakref.ref(self.session)

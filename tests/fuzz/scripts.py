@@ -53,6 +53,8 @@ class Script:
     """Of buffers: `off` where DDP is told so."""
     framework: str = ""
     """`accelerate` where its Accelerator makes DDP, and its counterpart the session."""
+    weights: str = ""
+    """`equal` where ranks give each backward the same weight, which changes nothing."""
     actions: tuple[Action, ...] = ()
 
     def line(self) -> str:
@@ -239,6 +241,7 @@ def _draw(chance: random.Random) -> Script:
         buckets=chance.choice((1, 2, 3, 100)),
         habit=chance.choice(("", "", "find_unused", "static")),
         actions=(*first, *actions, Action("train", ("2",))),
+        weights="equal" if chance.random() < 0.2 else "",
     )
 
 
@@ -284,6 +287,13 @@ def normal(script: Script) -> Script:
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
         trains = ({"no_grad"}, {"update_bn"})
         actions = [replace(a, rank=None) if set(a.arguments) in trains else a for a in actions]
+    weights = (
+        script.weights
+        if script.kind != "delayed"
+        and not {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3")}
+        & {action.arguments for action in actions}
+        else ""
+    )  # without which averages that are not zeroed are added behind those of the step
     framework = script.framework if optimizer != "lbfgs" else ""
     if framework:
         actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]
@@ -315,7 +325,8 @@ def normal(script: Script) -> Script:
     if "resize" in names and (script.ranks < 3 or names & {"drop"} or "second" in habits):
         actions = [a for a in actions if a.name != "resize"]
     return replace(
-        script, dtype=dtype, optimizer=optimizer, habit=habit, framework=framework, model=tuple(features),
+        script, dtype=dtype, optimizer=optimizer, habit=habit, framework=framework, weights=weights,
+        model=tuple(features),
         actions=tuple(actions),
     )  # fmt: skip
 
@@ -329,7 +340,7 @@ def simpler(script: Script) -> list[Script]:
     tries += [replace(script, model=tuple(f for f in script.model if f != feature)) for feature in script.model]
     defaults = {
         "ranks": 2, "dtype": "float32", "optimizer": "sgd", "buckets": 100, "habit": "", "broadcast": "",
-        "framework": "",
+        "framework": "", "weights": "",
     }  # fmt: skip
     tries += [replace(script, **{name: value}) for name, value in defaults.items()]  # type: ignore[arg-type]
     for i, action in enumerate(script.actions):

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from planner.integrations.lightning import PlannerMetrics as LightningMetrics
 from planner.integrations.lightning import PlannerStrategy
 from planner.integrations.transformers import PlannerMetrics, PlannerTrainer
+from runtime.errors import InputError
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -126,6 +127,60 @@ def compiled_again(folder: Path) -> bool:
     return same(*ends)
 
 
+class TokenLoss(nn.Module):
+    """A loss that is a sum over tokens, divided by the number that the HF Trainer gives, or a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+        errors = (self.net(x).expand(labels.shape) - labels).square()[labels.ne(-100)]
+        return {"loss": errors.mean() if num_items_in_batch is None else errors.sum() / num_items_in_batch}
+
+
+def tokens(folder: Path) -> dict[str, float | str]:
+    """The HF Trainer on ranks with unlike numbers of tokens: difference from one process that has all of them."""
+    generator = torch.Generator().manual_seed(5)
+    items = []
+    for row in range(8):
+        labels = torch.randn(9, generator=generator, dtype=torch.float64)
+        labels[1 + row :] = -100
+        items.append({"x": torch.randn(6, generator=generator, dtype=torch.float64), "labels": labels})
+    reference, found = TokenLoss(), {}
+    whole = {name: torch.stack([item[name] for item in items]) for name in ("x", "labels")}
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        reference(**whole)["loss"].backward()
+        optimizer.step()
+    for average, weight in ((True, None), (False, "tokens"), (False, None), (True, "tokens")):
+        model = TokenLoss()
+        arguments = TrainingArguments(
+            output_dir=str(folder), use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            max_steps=3, save_strategy="no", report_to=[], seed=0, disable_tqdm=True, max_grad_norm=0.0,
+            average_tokens_across_devices=average,
+        )  # fmt: skip
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            trainer = PlannerTrainer(
+                model=model,
+                args=arguments,
+                train_dataset=items,
+                weight=weight,
+                optimizers=(plain, torch.optim.lr_scheduler.ConstantLR(plain, 1.0)),
+            )
+            trainer.train()
+        except InputError as error:
+            found[f"{average}, {weight}"] = str(error)
+            continue
+        pairs = zip(weights(model).values(), weights(reference).values(), strict=True)
+        found[f"{average}, {weight}"] = max(float((a - b).abs().max()) for a, b in pairs)
+        trainer.accelerator.free_memory()
+    return found
+
+
 class Written(TrainerCallback, Logger):
     """Keeps what a framework writes: of the HF Trainer a callback, of Lightning a logger."""
 
@@ -172,8 +227,8 @@ def metrics(folder: str) -> dict[str, dict[str, bool]]:
 
 
 def run(folder: str) -> dict[str, Any]:
-    """Both."""
+    """All of them."""
     where = prepare_environment(folder)
     trained = trainer_runs(where / "trainer")
     trained["compiled, again"] = compiled_again(where)
-    return {"transformers": trained, "lightning": lightning_runs(where / "lightning")}
+    return {"transformers": trained, "tokens": tokens(where), "lightning": lightning_runs(where / "lightning")}

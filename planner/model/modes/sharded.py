@@ -195,10 +195,17 @@ def own_update_us(problem: Problem) -> float:
 
 def replicated_bytes(problem: Problem) -> int | None:
     """Return a rank's bytes of weights, gradients, state and known activations; None if the state is unknown."""
+    fixed, activations = memory_parts(problem)
+    return None if fixed is None else fixed + activations
+
+
+def memory_parts(problem: Problem) -> tuple[int | None, int]:
+    """Return a rank's bytes of weights, gradients and state (None if that is unknown), and of known activations."""
     optimizer = problem.profile.compute.optimizer
-    if optimizer is None or optimizer.state_bytes is None:
-        return None
-    return 2 * int(problem.size_bytes.sum()) + optimizer.state_bytes + _activation_bytes(problem)
+    fixed = None
+    if optimizer is not None and optimizer.state_bytes is not None:
+        fixed = 2 * int(problem.size_bytes.sum()) + optimizer.state_bytes
+    return fixed, _activation_bytes(problem)
 
 
 def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:

@@ -1,0 +1,114 @@
+"""Shares of the global batch by the speed and memory of ranks (`planner optimize --global-batch`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.documents.estimate import on_accelerator
+from planner.documents.profile import Cluster, Profile
+from planner.documents.speeds import on_rank
+from planner.documents.text import ms
+from planner.model.modes import sharded
+from planner.model.problem import make_problem
+from planner.search.shares import SharedBatch, share_batch
+from runtime.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareChoice:
+    """Shares, and the step that the slowest rank makes with them."""
+
+    batch: SharedBatch
+    profile: Profile
+    """Profile of the rank that computes for longest."""
+    cluster: Cluster
+    """The cluster, without speeds: they are in the profile."""
+    equal: Profile
+    """Profile of the slowest rank with an equal share."""
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Shares as plan.json has them."""
+        return {str(rank): share for rank, share in enumerate(self.batch.shares)}
+
+    def note(self, shared_us: float, equal_us: float) -> str:
+        """Return what the shares gain, in words; the arguments are predicted steps, in microseconds."""
+        shares = self.batch.shares
+        return (
+            f"shares of {min(shares)} to {max(shares)} of {sum(shares)} samples: the slowest rank computes for "
+            f"{ms(self.batch.slowest_us)}, and no shares make that less than {ms(self.batch.bound_us)}; a step "
+            f"of {ms(shared_us)}, with equal shares {ms(equal_us)}; the script takes its share from "
+            f"session.share or planner.ShareSampler, and weighs by session.weight(n)"
+        )
+
+
+def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: float | None = None) -> ShareChoice:
+    """Return the shares of which the slowest rank takes least time, by the cluster's speeds.
+
+    A step's time besides its samples is the optimizer's. Messages take as long with any shares.
+
+    Args:
+        profile: the step of a rank of speed 1; says how many samples it has.
+        cluster: the ranks and their speeds.
+        total: samples of all ranks.
+        memory_mib: memory of a rank, for weights, gradients, the optimizer's state and activations.
+
+    Raises:
+        InputError: fewer samples than ranks, more than memory holds, or a profile that does not say its batch.
+    """
+    measured = profile.world.batch_per_rank
+    if measured is None:
+        raise InputError(
+            "--global-batch: found a profile without world.batch_per_rank, expected the samples of its step: profile a "
+            "job whose batch has samples (TrainingJob(batch_samples=…)), or write it into the profile"
+        )
+    if total < cluster.ranks:
+        raise InputError(
+            f"--global-batch: found {total}, fewer samples than the {cluster.ranks} ranks; expected at least one for "
+            f"each: give more, or use fewer ranks"
+        )
+    usual = on_accelerator(profile, cluster)
+    compute = usual.compute
+    per_sample_us = (compute.forward_us + sum(one.backward_us for one in compute.gradients)) / measured
+    if not per_sample_us:
+        raise InputError("--global-batch: found a profile without compute times, by which nothing can be shared")
+    slow = 1.0 / np.array(cluster.speeds)
+    most = _most(profile, cluster, measured, total, memory_mib)
+    if most.sum() < total:
+        raise InputError(
+            f"--global-batch: found {total} samples, of which a rank has memory for {int(most[0])}, expected at most "
+            f"{int(most.sum())} on {cluster.ranks} ranks: give fewer, or raise --max-memory-mib"
+        )
+    found = share_batch(total, compute.update_us * slow, per_sample_us * slow, most)
+    shares = np.array(found.shares)
+    last = int((slow * (compute.update_us + shares * per_sample_us)).argmax())
+    slowest = int(slow.argmax())
+    return ShareChoice(
+        batch=found,
+        profile=on_rank(profile, cluster, last, found.shares[last] / measured),
+        cluster=replace(cluster, speed=None),
+        equal=on_rank(profile, cluster, slowest, total / cluster.ranks / measured),
+    )
+
+
+def _most(profile: Profile, cluster: Cluster, measured: int, total: int, memory_mib: float | None) -> NDArray[np.int64]:
+    """Return the largest share of each rank that its memory holds, where that is limited. Raises InputError."""
+    unlimited = np.full(cluster.ranks, total - cluster.ranks + 1, dtype=np.int64)
+    if memory_mib is None:
+        return unlimited
+    needed, known = sharded.memory_parts(make_problem(profile, cluster))
+    if needed is None or not known:
+        raise InputError(
+            "--max-memory-mib: found a profile without the optimizer's state or activations, so that memory limits no "
+            "share; expected both: profile again, or leave it out"
+        )
+    fits = int((memory_mib * 2**20 - needed) // (known / measured))
+    if fits < 1:
+        raise InputError(
+            f"--max-memory-mib: found {memory_mib:g}, in which no sample fits beside {needed / 2**20:.0f} MiB for "
+            f"weights, gradients and the optimizer's state; expected more memory"
+        )
+    return np.minimum(unlimited, fits)

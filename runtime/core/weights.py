@@ -1,0 +1,213 @@
+"""Weights of ranks: the average of gradients is Σ nᵢ gᵢ / Σ nᵢ, where n is the number of samples or tokens of a loss.
+
+    weight(n)             ─▶ kept for the next backward
+    first gradient of it  ─▶ in the first backward ranks agree on n₀, the mean of their weights; later each takes n / n₀
+    each gradient         ─▶ times n / n₀ before autograd adds it to `.grad`; zeros where n is 0
+    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own
+    all buckets are here  ─▶ the averages are multiplied by (micro-batches of all ranks) / (Σ n / n₀ of all ranks)
+
+So with equal weights every factor is 1 and nothing is multiplied. With accumulation the sum is over all micro-batches,
+times their number on a rank, as with DDP: scripts divide the loss by that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.world import World
+from runtime.errors import InputError
+from runtime.torch_compat import all_gather_single
+
+GATHERING = "gathering the weights of ranks"
+HINT = "call session.weight(n) on every rank before each backward, from the first step on, or on no rank"
+
+
+class Weights:
+    """Weights of this rank's backwards, and those of all ranks in the last step."""
+
+    def __init__(self, world: World, ask: Callable[[], float] | None = None) -> None:
+        """`ask` returns the weight of the next backward; None: it is given, if there are any."""
+        self._world, self._ask = world, ask
+        self.wanted = ask is not None
+        """Whether this rank has given a weight, or will."""
+        self.unit: float | None = None
+        """Agreed weight n₀, equal on all ranks; None: ranks have no weights, or have not agreed on it yet."""
+        self._agreed = False
+        self._given: float | None = None
+        self.default: float | None = None
+        """Weight of backwards for which none is given; None: one has to be."""
+        self.idle = False
+        """Whether this rank has no batch left, so that its weights are 0."""
+        self.factor: float | None = None
+        """Weight of the present backward over n₀; None: it has brought no gradient yet."""
+        self._sum, self._micro_batches = 0.0, 0
+        self._control: World | None = None
+        self._in_flight: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._sums: list[float] | None = None
+        """Σ n / n₀ of every rank in the last step, once it is complete."""
+        self._correction = 1.0
+
+    @property
+    def active(self) -> bool:
+        """True if ranks have agreed to weigh their gradients; equal on all ranks."""
+        return self.unit is not None
+
+    def give(self, n: float) -> float:
+        """Keep the weight of the next backward; return what counts. Raises InputError."""
+        checked = check_weight(n, "session.weight")
+        self._given = 0.0 if self.idle else checked
+        return self._given
+
+    def want(self, what: str) -> bool:
+        """Weigh gradients from now on, for `what` the user called; return whether that is new. Raises InputError."""
+        if self._agreed and not self.active:
+            raise InputError(
+                f"{what}: found a first step without weights before it; expected them from the first step on: {HINT}"
+            )
+        before, self.wanted = self.wanted, True
+        return not before
+
+    def take(self) -> float:
+        """Return n / n₀ of the present backward; all ranks meet here in the first one. Raises InputError."""
+        if self.factor is None:
+            n = self._weight()
+            if not self._agreed:
+                self._agree(n)
+            assert self.unit is not None  # else ranks have refused each other
+            if n is None:
+                raise InputError(f"found no weight for this backward, but earlier ones had some; {HINT}")
+            self.factor = n / self.unit
+            self._sum += self.factor
+            self._micro_batches += 1
+        return self.factor
+
+    def _weight(self) -> float | None:
+        given, self._given = self._given, None
+        if self.idle:
+            return 0.0
+        if self._ask is not None:
+            return check_weight(self._ask(), "attach(…, weight=…)")
+        return self.default if given is None else given
+
+    def _agree(self, n: float | None) -> None:
+        """Agree on n₀ with all ranks, of which each calls this once. Raises InputError on all of them alike."""
+        everyone: list[float | None] = self._world.gather(n, "agreeing on the weights of ranks")
+        self._agreed = True
+        if all(one is None for one in everyone):
+            return
+        if None in everyone:
+            missing = [rank for rank, one in enumerate(everyone) if one is None]
+            self._agreed = False
+            raise InputError(
+                f"found weights on some ranks alone: none on rank {', '.join(map(str, missing))} of "
+                f"{self._world.ranks}; expected a weight on every rank in the first step, or on none: {HINT}"
+            )
+        self.connect()
+        if self.unit is None:
+            positive = [one for one in everyone if one]
+            equal = len(set(positive)) == 1  # their mean may be rounded
+            self.unit = (positive[0] if equal else math.fsum(positive) / len(positive)) if positive else 1.0
+
+    def connect(self) -> World:
+        """Return the ranks' group for weights, made at the first call, which is at the same place on all of them.
+
+        Weights are sent when a backward begins, while other messages of the step may be in flight or not: so they have
+        a group of their own, on hosts, which waits for no device.
+        """
+        if self._control is None:
+            self._control = self._world.split([range(self._world.ranks)], backend="gloo")
+        return self._control
+
+    def gather(self, mine: list[float]) -> list[list[float]]:
+        """Return every rank's numbers, in order of rank; all ranks call this between two steps."""
+        control = self.connect()
+        part = torch.tensor(mine, dtype=torch.float64)
+        whole = part if control.group is None else control.gather_parts(part, GATHERING)
+        rows: list[list[float]] = whole.view(self._world.ranks, -1).tolist()
+        return rows
+
+    # One step, in the order in which it happens.
+
+    def begin_step(self) -> None:
+        """Send what this rank's micro-batches weigh; before any bucket of the step is sent."""
+        if not self._agreed:
+            self._agree(self._weight() if self.wanted else None)
+        if not self.active:
+            return
+        self._sums = None
+        mine = torch.tensor([self._sum, float(self._micro_batches)], dtype=torch.float64)
+        self._sum, self._micro_batches = 0.0, 0
+        control = self.connect()
+        whole = mine.new_empty(2 * self._world.ranks)
+        with control.error_context(GATHERING):
+            out, given = whole.view(torch.uint8), mine.view(torch.uint8)
+            work = all_gather_single(out, given, group=control.group, async_op=True)
+        self._in_flight.append((work, mine, whole))
+
+    def end_backward(self) -> None:
+        """Forget the weight of the present backward."""
+        self.factor = None
+
+    def correction(self) -> float:
+        """Return what averages have to be multiplied by, in a step whose buckets are all here. Raises InputError on all
+        ranks alike where all weights of the step are 0.
+        """
+        if not self.active:
+            return 1.0
+        if self._sums is None:
+            control, whole = self.connect(), torch.empty(0)
+            while self._in_flight:
+                work, _, whole = self._in_flight.pop(0)
+                with control.error_context(GATHERING):
+                    control.wait(work, GATHERING)
+            rows = whole.view(self._world.ranks, 2)
+            self._sums = rows[:, 0].tolist()
+            total = math.fsum(self._sums)
+            if not total:
+                raise InputError(
+                    f"found weights of 0 on all {self._world.ranks} ranks in one step, whose gradient is 0 / 0; "
+                    f"expected a positive one on at least one rank: leave such a step out on every rank"
+                )
+            self._correction = float(rows[:, 1].sum()) / total
+        return self._correction
+
+    @property
+    def source(self) -> int:
+        """Return the lowest rank with a positive weight in the last step: buffers follow it. Equal on all ranks."""
+        return next((rank for rank, one in enumerate(self._sums or ()) if one), 0)
+
+    @property
+    def share(self) -> float:
+        """Return this rank's weight in the last step over the mean of all ranks'."""
+        if self._sums is None:
+            return 1.0
+        return self._sums[self._world.rank] * self._world.ranks / math.fsum(self._sums)
+
+    def abort(self) -> None:
+        """Forget the micro-batches of a backward that an exception ended."""
+        self.factor, self._sum, self._micro_batches = None, 0.0, 0
+
+    def leave(self) -> None:
+        if self._control is not None:
+            self._control.leave()
+            self._control = None
+
+
+def check_weight(n: Any, where: str) -> float:
+    """Return a weight as a number; raises InputError, which begins with `where`, for what is none."""
+    try:
+        value = float(n)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise InputError(
+            f"{where}: found {n!r}, expected the number of samples or tokens in this rank's micro-batch, finite and at "
+            f"least 0; pass 0 where the rank contributes nothing"
+        )
+    return value

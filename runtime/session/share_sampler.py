@@ -1,0 +1,102 @@
+"""A distributed sampler whose ranks have unlike shares of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from runtime.errors import InputError
+
+
+class ShareSampler(Sampler[int]):
+    """Indices of one rank's shares of the batches of a data set; in place of `DistributedSampler`.
+
+    Each batch of all ranks is a run of the epoch's order, of which every rank gets its share; a `DataLoader` with
+    `batch_size` of this rank's share makes one batch of each. What is left at the end is shared alike, so that the last
+    batches may be smaller, or missing on some ranks: train by `session.batches(loader)` there, or pass `drop_last`. No
+    sample is drawn twice in an epoch. The order is that of (seed, epoch), on any number of ranks.
+    """
+
+    def __init__(
+        self, dataset: Sized, shares: Sequence[int], rank: int, *, shuffle: bool = True, seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:  # fmt: skip
+        """Share a data set.
+
+        Args:
+            dataset: has a length.
+            shares: samples of each rank in a batch, in order of rank, such as `plan.shares.values()`.
+            rank: this rank.
+            shuffle: whether samples are drawn in a random order.
+            seed: of the order, equal on all ranks.
+            drop_last: leave out the samples behind the last whole batch.
+
+        Raises:
+            InputError: no shares, one below 1, a rank that has none, or fewer samples than ranks.
+        """
+        self.shares, self.rank = [int(share) for share in shares], rank
+        if not self.shares or min(self.shares) < 1 or not 0 <= rank < len(self.shares):
+            raise InputError(
+                f"ShareSampler: found the shares {self.shares} and rank {rank}, expected a share of at least 1 for "
+                f"each rank: pass list(plan.shares.values()) and the rank"
+            )
+        if len(dataset) < (sum(self.shares) if drop_last else len(self.shares)):
+            raise InputError(
+                f"ShareSampler: found {len(dataset)} samples for {len(self.shares)} ranks, expected at least one for "
+                f"each (with drop_last a whole batch of {sum(self.shares)}): use fewer ranks"
+            )
+        self._samples, self._shuffle, self._seed, self._drop_last = len(dataset), shuffle, seed, drop_last
+        self.epoch = self.consumed = 0
+        """Number of the pass, and of its samples that ranks have had before this iteration began."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another pass, which has another order.
+
+        Args:
+            epoch: number of the pass, from 0.
+        """
+        self.epoch, self.consumed = epoch, 0
+
+    def state_dict(self, batches: int = 0) -> dict[str, int]:
+        """Return what `load_state_dict` continues from, with any shares.
+
+        Args:
+            batches: batches of this pass that have been trained since it began, or was continued.
+
+        Returns:
+            The number of the pass, and of its samples that ranks have had.
+        """
+        consumed = min(self._samples, self.consumed + batches * sum(self.shares))
+        return {"epoch": self.epoch, "consumed": consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the middle of a pass.
+
+        Args:
+            state: what `state_dict` returned, of a run with these shares or others.
+        """
+        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of this rank's samples in the epoch's order, for each batch."""
+        whole, ends = sum(self.shares), [0, *accumulate(self.shares)]
+        for start in range(self.consumed, self._samples, whole):
+            size = min(whole, self._samples - start)
+            if size < whole and self._drop_last:
+                return
+            yield start + ends[self.rank] * size // whole, start + ends[self.rank + 1] * size // whole
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self._samples))
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self._samples, generator=generator).tolist()
+        for start, stop in self._parts():
+            yield from order[start:stop]
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self._parts())

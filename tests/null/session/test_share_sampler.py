@@ -1,0 +1,61 @@
+"""The sampler of shares: no sample is lost or drawn twice, in whole batches, at the end, and after a restart."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from runtime.errors import InputError
+from runtime.session.share_sampler import ShareSampler
+
+SHARES = [5, 2, 3]
+
+
+def drawn(samples: int, **options: object) -> list[list[int]]:
+    """What each rank draws."""
+    return [list(ShareSampler(range(samples), SHARES, rank, **options)) for rank in range(3)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("samples", [30, 37, 3, 4])
+def test_all_samples_are_drawn_once(samples: int) -> None:
+    found = drawn(samples)
+    assert sorted(index for one in found for index in one) == list(range(samples))
+    assert [len(ShareSampler(range(samples), SHARES, rank)) for rank in range(3)] == [len(one) for one in found]
+
+
+def test_each_batch_is_a_run_of_the_order_of_the_epoch() -> None:
+    whole = list(ShareSampler(range(37), [37], 0, seed=4))
+    loaders = [DataLoader(range(37), share, sampler=ShareSampler(range(37), SHARES, rank, seed=4))  # type: ignore[arg-type]
+               for rank, share in enumerate(SHARES)]  # fmt: skip
+    batches = list(zip(*loaders, strict=True))
+    assert [[len(part) for part in batch] for batch in batches] == [SHARES] * 3 + [[3, 1, 3]]
+    assert [int(index) for batch in batches for part in batch for index in part] == whole
+
+
+def test_passes_differ_and_repeat_and_may_be_in_order() -> None:
+    sampler = ShareSampler(range(20), SHARES, 0)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(ShareSampler(range(20), SHARES, 1, shuffle=False)) == [5, 6, 15, 16]
+    assert [len(one) for one in drawn(29, drop_last=True)] == [10, 4, 6]
+
+
+def test_a_pass_continues_with_other_shares() -> None:
+    before = [ShareSampler(range(40), SHARES, rank) for rank in range(3)]
+    states = [sampler.state_dict(batches=2) for sampler in before]
+    assert states == [{"epoch": 0, "consumed": 20}] * 3
+    had = [index for sampler in before for index in [*sampler][: 2 * sampler.shares[sampler.rank]]]
+    after = [ShareSampler(range(40), [1, 9], rank) for rank in range(2)]
+    for sampler in after:
+        sampler.load_state_dict(states[0])
+    assert sorted([*had, *(index for sampler in after for index in sampler)]) == list(range(40))
+    assert after[0].state_dict(batches=1) == {"epoch": 0, "consumed": 30}
+
+
+@pytest.mark.parametrize(("samples", "shares", "rank"), [(9, [], 0), (9, [1, 0], 0), (9, [1, 2], 2), (1, [1, 2], 0)])
+def test_what_cannot_be_shared_is_refused(samples: int, shares: list[int], rank: int) -> None:
+    with pytest.raises(InputError, match=r"^ShareSampler: found .*expected"):
+        ShareSampler(range(samples), shares, rank)
