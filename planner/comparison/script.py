@@ -111,12 +111,12 @@ def compare(
     )
     if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
-    if session.optimizer is None:
+    if not session.optimizers:
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
     problem = None if asked.profile is None else make_problem(asked.profile)
     lineup = make_lineup(asked.plan, problem, asked.strategies)
     changed = also if isinstance(also, Sequence) else (also,)
-    trained = TrainedScript(session.model, session.optimizer, step, changed)
+    trained = TrainedScript(session.model, session.optimizer or session.optimizers, step, changed)
     with (
         session._aside("planner.compare", lambda: trained.no_sync()),
         joined(session._world.group, asked.timeout_s) as world,

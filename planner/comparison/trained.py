@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors
+from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors, make_optimizer
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
+from runtime.optimizers.kinds import Optimizers, each_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -30,15 +30,15 @@ class Trained:
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of the variant whose block runs, in which gradients only accumulate."""
 
-    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def restored(self, optimizer: Optimizers) -> AbstractContextManager[None]:
         """Restore everything that steps change, on leaving."""
-        return preserved(self.model, optimizer)
+        return preserved(self.model, each_of(optimizer))
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optimizers:
         """Return the optimizer of the block that begins."""
         raise NotImplementedError
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step and return its loss, if it is known.
 
         Args:
@@ -57,12 +57,11 @@ class TrainedJob(Trained):
         self.name, self._built = built.spec, built
         self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Make an optimizer."""
-        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        return self._built.job.optimizer(trained)
+    def optimizer(self) -> Optimizers:
+        """Make the job's optimizers."""
+        return make_optimizer(self._built.job, self.name)
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step of the job; arguments as of `Trained.step`."""
         return float(self._built.train(self._batches[number % KEPT_BATCHES], forward, optimizer))
 
@@ -75,7 +74,7 @@ class TrainedScript(Trained):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         step: Callable[[nn.Module], object],
         also: Sequence[Stateful],
     ) -> None:
@@ -83,11 +82,11 @@ class TrainedScript(Trained):
         super().__init__(model)
         self._optimizer, self._step, self._also = optimizer, step, also
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optimizers:
         """Return the script's optimizer."""
         return self._optimizer
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step of the script; arguments as of `Trained.step`.
 
         Raises:
@@ -110,7 +109,7 @@ class TrainedScript(Trained):
         return float(loss) if isinstance(loss, int | float) else None
 
     @contextmanager
-    def restored(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def restored(self, optimizer: Optimizers) -> Iterator[None]:
         """Restore everything that steps change, on leaving, with what else the script named."""
         states = [copy.deepcopy(one.state_dict()) for one in self._also]
         try:

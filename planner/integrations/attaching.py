@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.online.attach import PlannedSession, attach
 from runtime.errors import EnvironmentFailure, InputError
+from runtime.optimizers.kinds import Optimizers
 from runtime.plan import Accuracy, Plan
 
 
@@ -96,7 +97,7 @@ class Options:
     timeout_s: float | None = None
 
     def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, arguments: Mapping[str, Any],
+        self, model: nn.Module, optimizer: Optimizers | None, arguments: Mapping[str, Any],
         loss_scale: Callable[[], float] | None = None,
     ) -> PlannedSession:  # fmt: skip
         """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""

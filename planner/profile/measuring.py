@@ -43,10 +43,11 @@ from planner.profile.request import (
 )
 from planner.profile.selection import measure_encoding, measure_low_rank, measure_selection
 from planner.testbed.hosts import emulation_here
+from runtime.checks.optimizer import names_of
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwise
+from runtime.optimizers.kinds import ADAPTIVE, each_of, find_missing, find_not_elementwise
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
@@ -73,7 +74,7 @@ class Measuring:
             bench.world.ranks,
             two_links=self._parts is not None,
             halves=optimizer is not None and bool(optimizer.elementwise and optimizer.holds_all),
-            norms=isinstance(training.optimizer, LayerwiseOptimizer),
+            norms=any(isinstance(one, LayerwiseOptimizer) for one in each_of(training.optimizer)),
             known=request.add_to.cluster if request.add_to else None,
         )
         self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
@@ -197,15 +198,15 @@ class Measuring:
 
 
 def _describe(training: Training) -> OptimizerProfile | None:
-    optimizer = training.optimizer
-    if optimizer is None:
+    optimizers = each_of(training.optimizer)
+    if not optimizers:
         return None
     return OptimizerProfile(
-        name=type(optimizer).__name__,
-        adaptive=isinstance(optimizer, ADAPTIVE),
-        elementwise=find_not_elementwise(optimizer) is None,
-        holds_all=find_missing(optimizer, training.parameters) is None,
-        state_bytes=state_bytes(optimizer.state),
+        name=names_of(optimizers),
+        adaptive=any(isinstance(one, ADAPTIVE) for one in optimizers),
+        elementwise=all(find_not_elementwise(one) is None for one in optimizers),
+        holds_all=find_missing(optimizers, training.parameters) is None,
+        state_bytes=sum(state_bytes(one.state) for one in optimizers),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,9 +28,24 @@ def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     return None
 
 
-def find_missing(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return the name of a parameter that is in none of the optimizer's groups, or None."""
-    groups = [] if optimizer is None else optimizer.param_groups
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer, or several of one model with disjoint parameters."""
+
+
+def each_of(given: Optimizers | None) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of a model one by one, as they were given; none of None."""
+    return tuple(given) if isinstance(given, Sequence) else () if given is None else (given,)
+
+
+def inner_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the inner optimizer of one object, or of each of a sequence, in order; none of None."""
+    found = map(inner_optimizer, given if isinstance(given, Sequence) else (given,))
+    return tuple(one for one in found if one is not None)
+
+
+def find_missing(given: Optimizers | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Return the name of a parameter that is in no group of the optimizer, or of several, or None."""
+    groups = [group for one in each_of(given) for group in one.param_groups]
     known = {id(parameter) for group in groups for parameter in group["params"]}
     return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
 

@@ -37,7 +37,7 @@ from runtime.errors import FallbackWarning, InputError
 from runtime.modes.base import Mode
 from runtime.monitor.clock import make_clock
 from runtime.monitor.recorder import Recorder
-from runtime.optimizers.kinds import inner_optimizer
+from runtime.optimizers.kinds import inner_optimizers
 from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.plan import Plan, load_plan
 from runtime.session.monitor import Monitor
@@ -88,7 +88,7 @@ class SessionHost:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Optimizer of the model, without what wraps it."""
+        """Optimizer of the model, without what wraps it; None where there are several."""
         return self._session.optimizer
 
     @property
@@ -117,7 +117,9 @@ class Session:
     model: nn.Module
     """The model, which stays plain."""
     optimizer: torch.optim.Optimizer | None
-    """Optimizer of the model, without what wraps it."""
+    """Optimizer of the model, without what wraps it; None where there are several."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    """All optimizers of the model in the order of `attach`, without what wraps them."""
     step: int
     """Number of steps that have been exchanged, which is the number of the next one."""
 
@@ -127,7 +129,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         plan: Plan,
         world: World,
         options: AttachOptions,
@@ -135,7 +137,8 @@ class Session:
     ) -> None:
         """Use `attach`. `parameters` are those that ranks train together, by canonical name."""
         self.model, self._world, self._options = model, world, options
-        self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
+        self._given, self.optimizers = optimizer, inner_optimizers(optimizer)
+        self.optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
         self.step = 0
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
@@ -161,10 +164,10 @@ class Session:
         """The present one at last; before it those that have ended and have something left to do."""
         self._exchange: Exchange = self._mode.make_exchange()
         self._connect(self._exchange)
-        updated = self.optimizer if options.communicate else None
+        updated = self.optimizers if options.communicate else ()
         self._norms = PlannedNorms(updated, self._parameters, world, self._recorder.clock)
         self._norms.follow(plan)
-        if updated is not None and world.ranks > 1:
+        if updated and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
         self._buffers: BufferSync | None = None
@@ -174,9 +177,9 @@ class Session:
             self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
-        self._handles += self._recorder.observe(model, self.optimizer)
+        self._handles += self._recorder.observe(model, self.optimizers)
         if options.communicate:
-            self._handles += LossAveraging(world, self._device).install(self.optimizer)
+            self._handles += LossAveraging(world, self._device).install(self.optimizers)
         self._backward.install_exchange(self._exchange)
         self._handles += self._backward.install()
         if world.before_group:
@@ -212,7 +215,7 @@ class Session:
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         for mode in self._modes:
-            if optimizer is self.optimizer:
+            if any(optimizer is one for one in self.optimizers):
                 mode.hooks.begin_step()
             else:
                 mode.hooks.begin_other_step(optimizer)
@@ -409,7 +412,7 @@ class Session:
             if problem:
                 return None, problem
             if self._world.rank == 0 and self._world.ranks > 1:
-                warn_of_selection(loaded, self.optimizer)
+                warn_of_selection(loaded, self.optimizers)
             mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
             return (mode, mode.make_exchange()), None
         except InputError as error:
@@ -457,7 +460,8 @@ class Session:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole `state_dict()`, on the host where its step is sharded; all ranks call this.
 
-        `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Raises InputError without
+        `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Of several optimizers the
+        result has that of each by its position in `attach`. Raises InputError without
         an optimizer, in a backward and after `detach`, CommunicationError where a rank does not come in time.
         """
         if self._given is None:
@@ -465,6 +469,8 @@ class Session:
                 "session.optimizer_state_dict: found no optimizer; expected attach(model, optimizer, plan)"
             )
         with self.whole_optimizer_state():
+            if isinstance(self._given, Sequence):
+                return {str(position): one.state_dict() for position, one in enumerate(self._given)}
             return self._given.state_dict()
 
     @contextmanager
