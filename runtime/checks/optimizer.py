@@ -18,6 +18,7 @@ from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.errors import AccuracyWarning, InputError
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer, inner_optimizers
+from runtime.optimizers.units import operator_of
 from runtime.pages import page
 from runtime.plan import Plan
 
@@ -50,6 +51,8 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
             f"{names_of(optimizers) or 'no optimizer'}, which has none to share; expected "
             f"runtime.optimizers.LARS or LAMB: use the optimizer that was profiled, or profile again"
         )
+    if (problem := _check_operator(plan, optimizers, planned)) is not None:
+        return problem
     lossy = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
     by_loss = next((one for one in optimizers if isinstance(one, DECIDE_BY_LOSS)), None)
     if lossy is None or by_loss is None:
@@ -61,6 +64,27 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
     )
 
 
+def _check_operator(
+    plan: Plan, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> str | None:
+    operator = plan.updates.operator if plan.updates is not None else None
+    if operator is None or not operator.owners:
+        return None
+    holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+    for name in operator.owners:
+        parameter = parameters.get(name)
+        holder = holders.get(id(parameter))
+        if parameter is None or (holder is not None and operator_of(holder) is not None):
+            continue
+        found = "no optimizer" if holder is None else type(holder).__name__
+        return (
+            f"the plan shares the operator of {name}, but found {found} for it, which has no operator without state; "
+            f'expected torch.optim.Muon, or a class with unit = "matrix" and operator(self, matrix, group): use the '
+            f"optimizer that was profiled, or profile again"
+        )
+    return None
+
+
 def names_of(optimizers: Iterable[object]) -> str:
     """Return the classes of optimizers, as `Muon, AdamW`."""
     return ", ".join(type(one).__name__ for one in optimizers)
@@ -70,10 +94,12 @@ def check_steps(given: object, hint: str) -> None:
     """Raise InputError, which ends with `hint`, unless `given` is None, has a `step`, or is a sequence of what has."""
     if isinstance(given, Sequence) and not given:
         raise InputError(f"optimizer: found an empty {type(given).__name__}, expected an optimizer, or None; {hint}")
+    several = isinstance(given, Sequence)
     for one in given if isinstance(given, Sequence) else (given,):
-        if (one is None and one is not given) or not (one is None or callable(getattr(one, "step", None))):
-            where = "optimizer: found" if one is given else "optimizers: found, in a sequence,"
-            raise InputError(f"{where} a {type(one).__name__}, expected a torch.optim.Optimizer; {hint}")
+        if (one is None and not several) or callable(getattr(one, "step", None)):
+            continue
+        found = f"a {type(given).__name__} with a {type(one).__name__}" if several else f"a {type(one).__name__}"
+        raise InputError(f"optimizer: found {found}, expected a torch.optim.Optimizer; {hint}")
 
 
 def check_owners(model: nn.Module, given: object) -> str | None:

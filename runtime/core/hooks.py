@@ -116,8 +116,8 @@ class ModulePreHook:
 
 
 class UpdateHooks:
-    """Are called right before and right after the update of one of a model's optimizers: all hooks of the user's on the step, whenever they
-    were registered, run outside of them, as they do if the step is neither sharded nor delayed.
+    """Are called right before and right after the update of one of a model's optimizers: all hooks of the user's on the
+    step, whenever they were registered, run outside of them, as they do if the step is neither sharded nor delayed.
     """
 
     def __init__(

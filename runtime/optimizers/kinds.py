@@ -9,6 +9,7 @@ from torch import nn
 
 from runtime.optimizers.lamb import LAMB
 from runtime.optimizers.layerwise import LayerwiseOptimizer
+from runtime.optimizers.units import BY_MATRIX, kind_name, unit_of
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
@@ -50,17 +51,10 @@ def find_missing(given: Optimizers | None, parameters: Mapping[str, nn.Parameter
     return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
 
 
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
-"""Elementwise optimizers of torch. Derived ones may not be; other classes declare it with `elementwise = True`."""
-
 _WHY_NOT: tuple[tuple[type[torch.optim.Optimizer], str], ...] = (
     (LayerwiseOptimizer, "scales the step of each layer by norms of the whole layer"),
     (torch.optim.LBFGS, "compares whole gradients of several backwards"),
     (torch.optim.Adafactor, "keeps sums over rows and columns of whole matrices"),
-    (torch.optim.Muon, "orthogonalizes whole matrices"),
     (torch.optim.SparseAdam, "takes sparse gradients"),
 )
 
@@ -73,7 +67,12 @@ def find_not_elementwise(optimizer: torch.optim.Optimizer | None) -> str | None:
     for kind, why in _WHY_NOT:
         if isinstance(optimizer, kind):
             return f"{name}, which {why}"
-    if type(optimizer) not in ELEMENTWISE and getattr(type(optimizer), "elementwise", False) is not True:
+    unit = unit_of(optimizer)
+    if unit == "matrix":
+        return (
+            f"{name}, which {BY_MATRIX.get(kind_name(optimizer), 'declares whole parameters as the unit of its work')}"
+        )
+    if unit is None:
         return f"{name}, of which this version does not know that it treats every element by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} with differentiable=True, whose step is a part of a graph"

@@ -38,7 +38,7 @@ class NormReport:
 
 
 class PlannedNorms:
-    """Keeps the norms of a session's first optimizer that has any to its plans; optimizers without norms are left alone."""
+    """Keeps the norms of a session's first optimizer that has any to its plans; others are left alone."""
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ from runtime.plan.transports import Transport
 
 SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
 
-TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
-    "topology", "selection", "layer_selection", "wire", "low_rank", "shared_norms", "solver"
+TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SHARED_OPERATOR, SOLVER = (
+    "topology", "selection", "layer_selection", "wire", "low_rank", "shared_norms", "shared_operator", "solver"
 )  # fmt: skip
 
 FEATURES: Mapping[str, str] = {
@@ -22,6 +22,7 @@ FEATURES: Mapping[str, str] = {
     WIRE: "quantized buckets",
     LOW_RANK: "low-rank buckets (PowerSGD)",
     SHARED_NORMS: "distributed layer norms (LARS, LAMB)",
+    SHARED_OPERATOR: "distributed operators (Muon)",
     SOLVER: "a CP-SAT certificate of an exact schedule (`--solver cpsat`)",
 }
 
@@ -32,6 +33,7 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SHARDED: {
         **dict.fromkeys(_ONLY_DENSE, "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"),
         SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step (ZeRO-1) each rank has a part",
+        SHARED_OPERATOR: "operators need whole matrices, and with the sharded step (ZeRO-1) each rank has a part",
         SOLVER: "the constraint program models all-reduces, not the sharded optimizer step "
         "(leave out --allow sharded-step)",
     },
@@ -39,11 +41,13 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
         LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
+        SHARED_OPERATOR: "delay needs torch.optim.SGD, which has no operator",
         SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {
         **dict.fromkeys(_ONLY_DENSE, "models are averaged uncompressed"),
         SHARED_NORMS: "local updaters do not wait for other ranks: each computes all norms itself",
+        SHARED_OPERATOR: "local updaters do not wait for other ranks: each computes all operators itself",
         SOLVER: "the constraint program models synchronous steps",
     },
 }

@@ -39,6 +39,7 @@ from runtime.monitor.clock import make_clock
 from runtime.monitor.recorder import Recorder
 from runtime.optimizers.kinds import inner_optimizers
 from runtime.optimizers.planned_norms import PlannedNorms
+from runtime.optimizers.planned_operators import PlannedOperators
 from runtime.plan import Plan, load_plan
 from runtime.session.monitor import Monitor
 from runtime.session.report import Report, make_report
@@ -167,6 +168,8 @@ class Session:
         updated = self.optimizers if options.communicate else ()
         self._norms = PlannedNorms(updated, self._parameters, world, self._recorder.clock)
         self._norms.follow(plan)
+        self._operators = PlannedOperators(updated, self._parameters, world, self._recorder.clock)
+        self._operators.follow(plan)
         if updated and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
@@ -220,13 +223,17 @@ class Session:
             else:
                 mode.hooks.begin_other_step(optimizer)
 
-    def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         replaced = None
         for mode in self._modes:
             replaced = mode.hooks.before_step(arguments, keywords) or replaced
+        self._operators.before_step(optimizer, arguments, keywords)
         return replaced
 
-    def _after_update(self, *_: Any) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._operators.after_step(optimizer)
         for mode in self._modes:
             mode.hooks.after_step()
 
@@ -266,6 +273,7 @@ class Session:
         self._mode.end()
         self._modes = [*(one for one in self._modes if one.lingers), mode]
         self._norms.follow(mode.plan)
+        self._operators.follow(mode.plan)
         self._put(exchange)
         mode.begin(exchange)
 
@@ -427,7 +435,8 @@ class Session:
         in_run = self._director is not None
         report = make_report(self.plan, self._recorder, self._world, self.samples, self._mode.sends, in_run=in_run)
         arrivals = self._monitor.arrivals.rows
-        return replace(report, norms=self._norms.report(), step=self._mode.report(), arrivals=arrivals)
+        shared: dict[str, Any] = {"norms": self._norms.report(), "operators": self._operators.report()}
+        return replace(report, step=self._mode.report(), arrivals=arrivals, **shared)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.
@@ -573,6 +582,7 @@ class Session:
         attached.discard(self.model)
         try:
             self._norms.leave()
+            self._operators.leave()
             for mode in self._modes:
                 mode.close()
         finally:
