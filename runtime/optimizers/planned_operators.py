@@ -37,7 +37,7 @@ class OperatorReport:
         if self.predicted_us is None or self.replicated_us is None:
             return text
         return (
-            f"{text}; predicted {self.predicted_us / 1e3:.2f} until all results are here, by every rank "
+            f"{text}; update predicted {self.predicted_us / 1e3:.2f}, if every rank computes all "
             f"{self.replicated_us / 1e3:.2f} ms"
         )
 

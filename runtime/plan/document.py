@@ -231,14 +231,14 @@ class OperatorPlan(Record):
     """Parameters of each message, in launch order; each rank computes its own of one message, sends them, and then
     computes those of the next. Those of `owners` once each; None: one message with all of them."""
     replicated_us: PredictedUs | None = None
-    """Time if each rank computes all operators."""
+    """The update if each rank computes all operators."""
     shared_us: PredictedUs | None = None
-    """Time from the beginning of the step to the last result."""
+    """The update with these owners and messages."""
     gather_us: PredictedUs | None = None
     """Time of the messages alone."""
     message_bytes: Count | None = None
     bound_us: PredictedUs | None = None
-    """No choice of owners and messages takes less."""
+    """No choice of owners and messages makes the update shorter."""
     method: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of shared operators do: each step shared, against DDP and against every rank repeating."""
+"""What the ranks of the tests of shared operators do: steps with owners, against DDP and against every rank."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | 
     train(model, model, made, no_sync=no_sync, **options)
     report = session.report().operators
     session.detach()
-    assert report is not None and report.parameters == len(MATRICES)
+    assert report is not None
+    assert report.parameters == len(MATRICES)
     return equal(model, by_ddp(make, **options))
 
 
@@ -259,7 +260,7 @@ def refusals(ranks: int) -> dict[str, str]:
         "gathers": attach({"up.weight": 0}, [["up.weight"], ["up.weight"]]),
         "vector": attach({"up.bias": 0}),
         "twice": attach(
-            {}, of=lambda model: [torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())]
+            {}, of=lambda model: [kind(model.parameters()) for kind in (torch.optim.SGD, torch.optim.Adam)]
         ),
         "empty": attach({}, of=lambda model: []),
         "none inside": attach({}, of=lambda model: [torch.optim.SGD(model.parameters()), None]),
