@@ -27,6 +27,7 @@ from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import Limits, LinkTimes, measure_apart, measure_links, parts_of
 from planner.profile.norms import measure_norms
+from planner.profile.operators import measure_operators, with_operator
 from planner.profile.request import (
     ALL_GATHER,
     APART,
@@ -35,6 +36,7 @@ from planner.profile.request import (
     FLAT,
     LAYERS,
     NORMS,
+    OPERATORS,
     SELECTION,
     Phases,
     Request,
@@ -75,6 +77,7 @@ class Measuring:
             two_links=self._parts is not None,
             halves=optimizer is not None and bool(optimizer.elementwise and optimizer.holds_all),
             norms=any(isinstance(one, LayerwiseOptimizer) for one in each_of(training.optimizer)),
+            operator=with_operator(training.optimizer) is not None,
             known=request.add_to.cluster if request.add_to else None,
         )
         self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
@@ -94,6 +97,9 @@ class Measuring:
         if self._wanted.norms:
             phases.begin(NORMS, world)
             compute = replace(compute, norms=measure_norms(training, bench, compute))
+        if self._wanted.operator:
+            phases.begin(OPERATORS, world)
+            compute = replace(compute, operator=measure_operators(training, bench, compute))
         return Profile(
             model=ModelReference(name=name, fingerprint=model_fingerprint(training.model)),
             world=described,

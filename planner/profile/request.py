@@ -38,6 +38,7 @@ NARROW_SUMS = (TWO_SHOT.algorithm, NATIVE.algorithm)
 REPEATS = "steps again, where they differ much"
 LAYERS = "layers of the model"
 NORMS = "norms of layers"
+OPERATORS = "operators of matrices"
 FLAT = "collectives over all ranks"
 APART = "collectives inside nodes and between them"
 CONTENTION = "steps beside messages"
@@ -115,6 +116,7 @@ class Wanted:
     step: bool = True
     """The step itself and its layers."""
     norms: bool = False
+    operator: bool = False
     flat: tuple[str, ...] = ()
     """Collectives over all ranks."""
     inside: tuple[str, ...] = ()
@@ -128,8 +130,9 @@ class Wanted:
 
     @classmethod
     def of(
-        cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, known: Cluster | None = None
-    ) -> Wanted:
+        cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, operator: bool = False,
+        known: Cluster | None = None,
+    ) -> Wanted:  # fmt: skip
         """Return what plans of a class need.
 
         Args:
@@ -138,14 +141,15 @@ class Wanted:
             two_links: whether intra-node and inter-node links are measured apart.
             halves: whether the optimizer's step can be sharded.
             norms: whether the optimizer needs the norms of layers.
+            operator: whether the optimizer has an operator without state.
             known: the cluster of a profile that is added to.
         """
         first = known is None
         if ranks == 1:
-            return cls(step=first, norms=first and norms)
+            return cls(step=first, norms=first and norms, operator=first and operator)
         bounded, relaxed = accuracy != "exact", accuracy == "relaxed"
         have = set((known.samples if known else None) or {})
-        flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or bounded)
+        flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or operator or bounded)
         flat += NARROW_SUMS * bounded
         inside = [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER] if two_links else []
         between = ([ALL_REDUCE] + [ALL_GATHER] * bounded + [REDUCE_SCATTER] * relaxed) if two_links else []
@@ -156,6 +160,7 @@ class Wanted:
         return cls(
             step=first,
             norms=first and norms,
+            operator=first and operator,
             flat=tuple(name for name in flat if name not in have),
             inside=tuple(name for name in inside if f"intra/{name}" not in have),
             between=tuple(name for name in between if f"inter/{name}" not in have),
@@ -171,6 +176,7 @@ class Wanted:
         phases = [
             (self.step, REPEATS, 15.0),
             (self.norms, NORMS, 3.0),
+            (self.operator, OPERATORS, 5.0),
             (flat, FLAT, CURVE_S * flat),
             (apart, APART, CURVE_S * apart),
             (self.step, LAYERS, 8.0),

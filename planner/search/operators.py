@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from planner.ir import OperatorShares
 from planner.model.operators import OperatorCosts, by_message, operator_costs, updated_by
@@ -21,7 +22,7 @@ MOST_MESSAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of messages that are tried."""
 CUTS = 8
 """Numbers of shared matrices that are tried."""
-MOVES = 30_000
+MOVES = 300_000
 """Matrices times evaluations of the local search."""
 NEAR = 1e-6
 """Least relative gain of a move."""
@@ -52,6 +53,10 @@ def _search(costs: OperatorCosts) -> OwnerSearch:
         update_us = costs.update(shares).update_us
         if update_us < best_us * (1.0 - NEAR):
             best, best_us = shares, update_us
+    for shares in () if best is None else list(_cuts(costs, best.owners)):
+        update_us = costs.update(shares).update_us
+        if update_us < best_us * (1.0 - NEAR):
+            best, best_us = shares, update_us
     if best is not None and best_us > costs.bound_us * (1.0 + NEAR):
         best, best_us = _moved(costs, best, best_us)
     return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
@@ -68,28 +73,55 @@ def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
             if chosen in seen:
                 continue
             seen.add(chosen)
-            owners = longest_first_owners(costs, sorted(chosen, key=by_time.index))
-            for messages in MOST_MESSAGES:
-                if messages > len(chosen):
-                    break
-                yield in_messages(costs, owners, messages)
-                if messages > 1:
-                    yield in_messages(costs, owners, messages, longest=True)
+            for owners in _owners(costs, [matrix for matrix in by_time if matrix in chosen]):
+                for messages in MOST_MESSAGES:
+                    if messages > len(chosen):
+                        break
+                    yield in_messages(costs, owners, messages)
+                    if messages > 1:
+                        yield in_messages(costs, owners, messages, longest=True)
 
 
-def longest_first_owners(costs: OperatorCosts, order: Sequence[int]) -> list[int]:
-    """Return the rank of each matrix, in this order to the least loaded one; −1 for those that are not in it."""
+def _cuts(costs: OperatorCosts, owners: Sequence[int]) -> Iterator[OperatorShares]:
+    """Yield messages that grow (the network begins early) or shrink (the last one is short), in both orders."""
+    for messages in MOST_MESSAGES[1:]:
+        for grows, longest in product((True, False), (True, False)):
+            yield in_messages(costs, owners, messages, longest=longest, grows=grows)
+
+
+def _owners(costs: OperatorCosts, order: Sequence[int]) -> list[list[int]]:
+    """Return owners of even loads, and of even bytes where those are others."""
+    by_bytes = sorted(order, key=lambda i: -costs.result_bytes[i])
+    found = [longest_first_owners(costs, order), longest_first_owners(costs, by_bytes, costs.result_bytes)]
+    return found if found[0] != found[1] else found[:1]
+
+
+def longest_first_owners(
+    costs: OperatorCosts, order: Sequence[int], weights: Sequence[float] | None = None
+) -> list[int]:
+    """Return the rank of each matrix, in this order to the one of least time (or `weights`); −1 for those that are not
+    in it.
+    """
     owners, loads = [-1] * costs.count, [(0.0, 0, rank) for rank in range(costs.ranks)]
+    weights = costs.operator_us if weights is None else weights
     for matrix in order:
-        load_us, size_bytes, rank = heapq.heappop(loads)
+        load, size_bytes, rank = heapq.heappop(loads)
         owners[matrix] = rank
-        heapq.heappush(loads, (load_us + costs.operator_us[matrix], size_bytes + costs.result_bytes[matrix], rank))
+        heapq.heappush(loads, (load + weights[matrix], size_bytes + costs.result_bytes[matrix], rank))
     return owners
 
 
-def in_messages(costs: OperatorCosts, owners: Sequence[int], count: int, *, longest: bool = False) -> OperatorShares:
-    """Return shares in about `count` messages of equal work: each rank's matrices in the order of the step's calls, or
-    the longest first.
+def in_messages(
+    costs: OperatorCosts, owners: Sequence[int], count: int, *, longest: bool = False, grows: bool | None = None
+) -> OperatorShares:
+    """Return shares in about `count` messages.
+
+    Args:
+        costs: the operators.
+        owners: rank of each matrix, or −1.
+        count: number of messages.
+        longest: each rank's longest first; default: in the order of the step's calls.
+        grows: work of the messages: growing evenly (True) or shrinking (False); default: equal.
     """
     total_us = [0.0] * costs.ranks
     for matrix, owner in enumerate(owners):
@@ -102,7 +134,9 @@ def in_messages(costs: OperatorCosts, owners: Sequence[int], count: int, *, long
         if (owner := owners[matrix]) < 0:
             continue
         middle_us = done_us[owner] + 0.5 * costs.operator_us[matrix]
-        message[matrix] = min(count - 1, int(count * middle_us / most_us)) if most_us > 0.0 else 0
+        place = middle_us / most_us if most_us > 0.0 else 0.0
+        place = place if grows is None else math.sqrt(place) if grows else 1.0 - math.sqrt(max(0.0, 1.0 - place))
+        message[matrix] = min(count - 1, int(count * place))
         done_us[owner] += costs.operator_us[matrix]
     return by_message(costs, owners, message)
 

@@ -141,7 +141,7 @@ class SharedOperator:
         return self._splits[key]
 
     def _result(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        found = self._run_one(parameter, group, self._operator.compute)
+        found = self.run_one(parameter, group, self._operator.compute)
         if found is None:
             raise InputError(
                 f"{self._what}: its step did not call the operator for {self._name(parameter)}, as steps before did; "
@@ -153,7 +153,7 @@ class SharedOperator:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
-    def _run_one(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor | None:
+    def run_one(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor | None:
         """Run the step for one parameter up to its call of the operator; return what `compute` makes of that, or None
         where it does not call it. Nothing is changed: the step gets copies.
         """
@@ -198,7 +198,7 @@ class SharedOperator:
                 digest.append(_digest(matrix))
                 return matrix
 
-            if self._run_one(parameter, groups[parameter], look) is not None:
+            if self.run_one(parameter, groups[parameter], look) is not None:
                 expected[parameter] = digest[0]
         calls: list[tuple[str, Result, str, bool]] = []
         state = {
