@@ -372,9 +372,8 @@ class VariantRunner(Runner[BucketVariant]):
 
         The first exchange of a new group takes a quarter longer: it is left out, unless it is long (`brief`).
         """
-        if plan.sharded:  # its messages are the halves of all-reduces
-            plan = replace(plan, updates=None)
-        session = self._attach(None, plan)
+        # Of a sharded step messages are the halves of all-reduces; norms and operators belong to optimizers.
+        session = self._attach(None, replace(plan, updates=None))
         try:
             # Long steps have little warm-up.
             repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)
