@@ -80,6 +80,7 @@ class PlannedSession(Session):
         """Have the run planned from its next step on."""
         opening = _begin_with_remembered(self, opening)
         self._recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
+        self._operators.observe()
         self._director = self._pilot = Pilot(self, opening, watches=watches, story=list(story))
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:

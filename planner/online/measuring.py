@@ -20,6 +20,7 @@ from planner.jobs.replanning import profile_of_run, without_contention
 from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WARM_UP_STEPS, PlannedRun, Steps
 from planner.profile.compute import RankTimes, busy_times_us, rank_times
 from planner.profile.links import make_bucket, undisturbed
+from planner.profile.operators import operators_of_run
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming
@@ -266,5 +267,6 @@ def make_profile(session: Session, ranks: Sequence[RankSample], curve: Curve, co
     if contention is not None:
         times = [without_contention(one.times, one.busy_us, contention) for one in ranks]
     found = profile_of_run(session, None, times, (curve, curve))
+    found = replace(found, compute=replace(found.compute, operator=operators_of_run(session)))
     assert found.cluster is not None
     return found if contention is None else replace(found, cluster=replace(found.cluster, contention=contention))

@@ -7,6 +7,7 @@ slowest rank's time counts.
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from runtime.comm.world import World
 from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.optimizers.shared_operator import SharedOperator
 from runtime.optimizers.units import Operator, operator_of
+from runtime.session.session import Session
 
 WARM_UPS, REPEATS = 1, 7
 
@@ -83,3 +85,24 @@ def _matrix(alone: SharedOperator, parameter: Tensor, group: dict[str, object]) 
         return alone.run_one(parameter, group, lambda matrix, _: matrix.clone())
     finally:
         parameter.grad = before
+
+
+def operators_of_run(session: Session) -> OperatorProfile | None:
+    """Return the times of operators that a run has measured on this rank; None if there are none, or not of all."""
+    found = session._operators.times_us()
+    if found is None or not found[1].keys() <= session._parameters.keys():
+        return None
+    optimizer, seen = found
+    forms: dict[tuple[int, ...], list[str]] = {}
+    for name in seen:
+        forms.setdefault(tuple(session._parameters[name].shape), []).append(name)
+    return OperatorProfile(
+        optimizer=type(optimizer).__name__,
+        shapes=tuple(
+            OperatorShape(
+                shape=shape, operator_us=round(statistics.median(seen[name][0] for name in names), 3),
+                result_bytes=seen[names[0]][1], parameters=tuple(names),
+            )
+            for shape, names in forms.items()
+        ),
+    )  # fmt: skip

@@ -79,12 +79,13 @@ class PlannedOperators:
         """Compute this rank's share, if the optimizer has one; a closure makes the gradients later, so that every rank
         computes all operators of that step.
         """
-        shared = next((one for one in self._shared if one.optimizer is optimizer and one.shared), None)
+        shared = next((one for one in self._shared if one.optimizer is optimizer), None)
         if shared is None or any(map(is_closure, (*arguments, *keywords.values()))):
             return
         begin = self._clock.mark()
         shared.before_step()
-        self._times.append((begin, self._clock.mark()))
+        if shared.shared:
+            self._times.append((begin, self._clock.mark()))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step of an optimizer."""
@@ -104,6 +105,16 @@ class PlannedOperators:
             predicted_us=self._planned.shared_us if self._planned else None,
             replicated_us=self._planned.replicated_us if self._planned else None,
         )
+
+    def observe(self) -> None:
+        """Time operators in the first steps in which every rank computes all (see `times_us`)."""
+        for shared in self._shared:
+            shared.observe(self._clock)
+
+    def times_us(self) -> tuple[torch.optim.Optimizer, dict[str, tuple[float, int]]] | None:
+        """Return the first optimizer whose operator was timed, with time and bytes of each result; None if none was."""
+        found = ((one.optimizer, one.times_us()) for one in self._shared)
+        return next(((optimizer, times) for optimizer, times in found if times), None)
 
     def leave(self) -> None:
         """Share nothing any more."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,9 +26,13 @@ from torch import Tensor
 
 from runtime.comm.world import World
 from runtime.errors import FallbackWarning, InputError
+from runtime.monitor.clock import Clock
 from runtime.optimizers.pto import Pending, Split
 from runtime.optimizers.units import Compute, Operator
 from runtime.torch_compat import plain_step
+
+TIMED_STEPS = 8
+"""Number of steps in which operators are timed in a run."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,23 @@ class SharedOperator:
         """Holds the operator's replacement while the step runs."""
         self._busy = False
         self._end: Callable[[], None] | None = None
+        self._clock: Clock | None = None
+        self._marks: deque[dict[Tensor, tuple[Any, Any, int]]] = deque(maxlen=TIMED_STEPS)
+
+    def observe(self, clock: Clock) -> None:
+        """Time the operator in the next `TIMED_STEPS` steps in which every rank computes all."""
+        self._clock = clock
+
+    def times_us(self) -> dict[str, tuple[float, int]]:
+        """Return the median time of each operator that was timed, and the bytes of its result, by parameter, in the
+        order of the step's calls.
+        """
+        clock, steps = self._clock, list(self._marks)
+        if clock is None or not steps:
+            return {}
+        last = steps[-1]
+        times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
+        return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
 
     def share(self, owners: Mapping[Tensor, int], gathers: Iterable[Sequence[Tensor]]) -> None:
         """Share from the next step on; all ranks call this alike.
@@ -89,6 +112,8 @@ class SharedOperator:
             return
         self.close()
         if not self._owners:
+            if self._clock is not None and len(self._marks) < TIMED_STEPS:
+                self._time(self._clock)
             return
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
         unknown = [p for p in groups if p not in self._forms]
@@ -126,6 +151,23 @@ class SharedOperator:
         self._open.close()
         if end is not None:
             end()
+
+    def _time(self, clock: Clock) -> None:
+        marks: list[tuple[Any, Any, int]] = []
+
+        def timed(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            begin = clock.mark()
+            result = self._operator.compute(matrix, group)
+            marks.append((begin, clock.mark(), result.numel() * result.element_size()))
+            return result
+
+        def keep() -> None:
+            called = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if len(called) == len(marks):  # else the operator is not called once for each
+                self._marks.append(dict(zip(called, marks, strict=True)))
+
+        self._open.enter_context(self._operator.replaced(timed))
+        self._end = keep
 
     @property
     def _what(self) -> str:
