@@ -99,7 +99,7 @@ def compute() -> ComputeProfile:
 def test_a_step_takes_the_profile_s_time_and_gradients_come_in_its_order(clock: Clock, compute: ComputeProfile) -> None:
     small = replace(compute, gradients=tuple(replace(one, numel=1 + one.numel // 1000) for one in compute.gradients))
     job = make_job(small, rank=0)
-    optimizer = job.optimizer(job.model.parameters())
+    (optimizer,) = job.optimizer(job.model.named_parameters())
     names: list[str] = []
     for name, parameter in trainable_parameters(job.model).items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
