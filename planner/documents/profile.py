@@ -150,6 +150,8 @@ class OptimizerProfile(Record):
     """Whether it divides gradients by a measure of their own size, as Adam does."""
     elementwise: bool | None = None
     """Whether it treats every element by itself, so that ranks can share its step; None: not known."""
+    unit: Literal["element", "matrix"] | None = None
+    """Smallest part that it can update by itself: an element, or a whole parameter; None: not known."""
     holds_all: bool | None = None
     """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
     state_bytes: Count | None = None

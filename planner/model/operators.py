@@ -208,6 +208,12 @@ def defect(shares: OperatorShares, matrices: int, ranks: int) -> str | None:
 
 def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str]:
     """Return what the reader of a plan should know about operators; nothing where there are none."""
+    optimizer = problem.profile.compute.optimizer
+    if optimizer is not None and optimizer.unit == "matrix" and problem.profile.compute.operator is None:
+        return [
+            f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a drop-in "
+            f"plan: it names no operator without state"
+        ]
     plan, costs, profile = (
         updates.operator if updates else None,
         operator_costs(problem),

@@ -50,6 +50,7 @@ from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, each_of, find_missing, find_not_elementwise
+from runtime.optimizers.units import coarsest_unit
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
@@ -211,6 +212,7 @@ def _describe(training: Training) -> OptimizerProfile | None:
         name=names_of(optimizers),
         adaptive=any(isinstance(one, ADAPTIVE) for one in optimizers),
         elementwise=all(find_not_elementwise(one) is None for one in optimizers),
+        unit=coarsest_unit(optimizers),
         holds_all=find_missing(optimizers, training.parameters) is None,
         state_bytes=sum(state_bytes(one.state) for one in optimizers),
     )

@@ -6,7 +6,7 @@ parameters on owners, and operators on owners (`runtime.optimizers.shared_operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
@@ -26,7 +26,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 """Elementwise optimizers of torch. Derived ones may not be; other classes declare it with `elementwise = True`."""
 
 BY_MATRIX: Mapping[str, str] = {
-    "torch.optim._muon.Muon": "orthogonalizes whole matrices",
+    "torch.optim.Muon": "orthogonalizes whole matrices",
     "pytorch_optimizer.optimizer.soap.SOAP": "keeps preconditioners and eigenbases of whole matrices",
     "pytorch_optimizer.optimizer.shampoo.Shampoo": "keeps preconditioners of whole matrices",
     "pytorch_optimizer.optimizer.shampoo.ScalableShampoo": "keeps preconditioners of whole matrices",
@@ -38,6 +38,8 @@ another; other classes declare it with `unit = "matrix"`."""
 def kind_name(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class with its module, as `BY_MATRIX` names it."""
     kind = type(optimizer)
+    if kind is torch.optim.Muon:  # whose module's name differs between versions
+        return "torch.optim.Muon"
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -49,6 +51,14 @@ def unit_of(optimizer: torch.optim.Optimizer) -> Unit | None:
     if kind_name(optimizer) in BY_MATRIX or getattr(kind, "unit", None) == "matrix":
         return "matrix"
     return None
+
+
+def coarsest_unit(optimizers: Iterable[torch.optim.Optimizer]) -> Unit | None:
+    """Return the unit of the work of several optimizers together; None where one is not known, or there are none."""
+    units = {unit_of(one) for one in optimizers}
+    if None in units or not units:
+        return None
+    return "matrix" if "matrix" in units else "element"
 
 
 Compute = Callable[[Tensor, Mapping[str, Any]], Tensor]
