@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.marked import write_part
+from benchmarks.newton_schulz import with_newton_schulz
 from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_profile
-from planner.documents.newton_schulz import with_newton_schulz
 from planner.documents.profile import parse_cluster
 from planner.model.modes import step_us
-from planner.model.operators import operator_costs
+from planner.model.operator_costs import operator_costs
 from planner.model.problem import make_problem
-from planner.search.operators import best_owners
+from planner.search.owners import best_owners
 
 MODELS, HOSTS, GIGABITS, SHARES = ("gpt2", "bert-large"), (4, 8), (10, 25), (0.3, 0.5, 0.7)
 JOB = "examples/muon.py:job"

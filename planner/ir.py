@@ -125,7 +125,7 @@ class OperatorShares:
     """
 
     owners: tuple[int, ...]
-    """The rank that computes each matrix of `planner.model.operators.OperatorCosts`; −1: every rank does."""
+    """The rank that computes each matrix of `planner.model.operator_costs.OperatorCosts`; −1: every rank does."""
     messages: tuple[tuple[int, ...], ...]
     """Matrices of each message, in launch order."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.ir import ACCURACIES, Schedule, format_indices
 from planner.model.codecs import Elements, codec_of
 from planner.model.modes import model_of
-from planner.model.operators import defect as operators_defect
+from planner.model.operator_costs import defect as operators_defect
 from runtime.plan.combinations import SHARED_NORMS, SHARED_OPERATOR, reason_against
 
 

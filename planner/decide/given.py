@@ -17,7 +17,7 @@ from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.codecs import by_codec
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import not_shared_reason
-from planner.model.operators import matrix_count
+from planner.model.operator_costs import matrix_count
 from planner.model.problem import Problem
 from planner.model.schedule_text import ScheduleText, read_schedule
 from planner.model.spending import spending

@@ -23,7 +23,7 @@ from planner.model.modes import describe, late_gather, sharded, step_us
 from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import batch_prep_us
 from planner.model.norms import describe_norms
-from planner.model.operators import describe_operators
+from planner.model.operator_costs import describe_operators
 from planner.model.problem import Problem
 from planner.model.updates import update_bound_us
 from planner.passes.base import Bound, Candidate, Pass

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.ir import Schedule, Synchronous
-from planner.model.operators import matrix_count
+from planner.model.operator_costs import matrix_count
 from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Candidate, Frontier, Pass, Pipeline

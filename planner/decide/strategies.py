@@ -34,7 +34,7 @@ from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
 from planner.strategies.decoupled import dear, megatron
 from planner.strategies.hitopk import hitopk
 from planner.strategies.low_rank import low_rank
-from planner.strategies.operators import OPERATOR_RULES
+from planner.strategies.owner_rules import OPERATOR_RULES
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.strategy import Strategy, number, strategy, whole, word
 from planner.strategies.topologies import torus_2d, tree

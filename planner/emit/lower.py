@@ -8,10 +8,10 @@ from planner.model.delay import StepSpan
 from planner.model.modes import model_of
 from planner.model.modes.late_gather import WindowSpan
 from planner.model.norms import gather_us, message_bytes, replicated_us, shared_us
-from planner.model.operators import operator_costs
+from planner.model.operator_costs import operator_costs
 from planner.model.problem import Problem
 from planner.model.spending import spending
-from planner.search.operators import best_owners
+from planner.search.owners import best_owners
 from planner.search.partition import partition_of
 from runtime.plan import NormPlan, OperatorPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
 from runtime.plan.predicted import PredictedTask, Prediction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.ir import Schedule
 from planner.model.norms import most_saved_us, saved_us
-from planner.model.operators import operator_costs, updated_by
+from planner.model.operator_costs import operator_costs, updated_by
 from planner.model.problem import Problem
 
 

@@ -20,7 +20,7 @@ from planner.jobs.replanning import profile_of_run, without_contention
 from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WARM_UP_STEPS, PlannedRun, Steps
 from planner.profile.compute import RankTimes, busy_times_us, rank_times
 from planner.profile.links import make_bucket, undisturbed
-from planner.profile.operators import operators_of_run
+from planner.profile.operator_times import operators_of_run
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming

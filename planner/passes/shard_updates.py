@@ -35,7 +35,7 @@ from planner.passes.delay import push_bucketings
 from planner.passes.merge import boundaries
 from planner.passes.select import select
 from planner.search.merge import MergeProblem, merge_exact
-from planner.search.operators import best_owners
+from planner.search.owners import best_owners
 from planner.search.partition import partition_of
 
 METHODS = ("cpsat", "lpt")

@@ -27,7 +27,7 @@ from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import Limits, LinkTimes, measure_apart, measure_links, parts_of
 from planner.profile.norms import measure_norms
-from planner.profile.operators import measure_operators, with_operator
+from planner.profile.operator_times import measure_operators, with_operator
 from planner.profile.request import (
     ALL_GATHER,
     APART,
@@ -78,9 +78,10 @@ class Measuring:
             two_links=self._parts is not None,
             halves=optimizer is not None and bool(optimizer.elementwise and optimizer.holds_all),
             norms=any(isinstance(one, LayerwiseOptimizer) for one in each_of(training.optimizer)),
-            operator=with_operator(training.optimizer) is not None,
             known=request.add_to.cluster if request.add_to else None,
         )
+        if with_operator(training.optimizer) is not None:
+            mine = mine.with_operator(bench.world.ranks)
         self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
         self._phases = Phases(self._wanted.phases, request.budget_s, first=bench.world.rank == 0)
         if not self._wanted.phases:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 from planner.documents.profile import Cluster, Profile, load_profile
@@ -130,9 +130,8 @@ class Wanted:
 
     @classmethod
     def of(
-        cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, operator: bool = False,
-        known: Cluster | None = None,
-    ) -> Wanted:  # fmt: skip
+        cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, known: Cluster | None = None
+    ) -> Wanted:
         """Return what plans of a class need.
 
         Args:
@@ -141,15 +140,14 @@ class Wanted:
             two_links: whether intra-node and inter-node links are measured apart.
             halves: whether the optimizer's step can be sharded.
             norms: whether the optimizer needs the norms of layers.
-            operator: whether the optimizer has an operator without state.
             known: the cluster of a profile that is added to.
         """
         first = known is None
         if ranks == 1:
-            return cls(step=first, norms=first and norms, operator=first and operator)
+            return cls(step=first, norms=first and norms)
         bounded, relaxed = accuracy != "exact", accuracy == "relaxed"
         have = set((known.samples if known else None) or {})
-        flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or operator or bounded)
+        flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or bounded)
         flat += NARROW_SUMS * bounded
         inside = [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER] if two_links else []
         between = ([ALL_REDUCE] + [ALL_GATHER] * bounded + [REDUCE_SCATTER] * relaxed) if two_links else []
@@ -160,7 +158,6 @@ class Wanted:
         return cls(
             step=first,
             norms=first and norms,
-            operator=first and operator,
             flat=tuple(name for name in flat if name not in have),
             inside=tuple(name for name in inside if f"intra/{name}" not in have),
             between=tuple(name for name in between if f"inter/{name}" not in have),
@@ -168,6 +165,11 @@ class Wanted:
             selection=bounded and (known is None or None in (known.sparsify, known.encode, known.low_rank)),
             delay=relaxed and (known is None or known.local_update is None),
         )
+
+    def with_operator(self, ranks: int) -> Wanted:
+        """Return what plans need where the optimizer has an operator without state: its times, and gathers' times."""
+        gathers = (ALL_GATHER,) if self.step and ranks > 1 and ALL_GATHER not in self.flat else ()
+        return replace(self, operator=self.step, flat=(*self.flat, *gathers))
 
     @property
     def phases(self) -> tuple[Phase, ...]:

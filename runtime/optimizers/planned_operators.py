@@ -28,7 +28,7 @@ class OperatorReport:
     own: int
     """Parameters whose operator this rank computes."""
     measured_us: float
-    """From the beginning of the step to the end of this rank's share, messages launched."""
+    """Time from the beginning of the step to the end of this rank's share, messages launched."""
     predicted_us: float | None
     replicated_us: float | None
 

@@ -1,4 +1,4 @@
-"""What a unit of an optimizer's work is: an element, a whole parameter, or not known; and operators without state.
+"""Units of an optimizer's work: elements, whole parameters, or not known; and operators without state.
 
 Everything that divides an optimizer's step over ranks reads it here: parts of elements (`runtime.sharded`), whole
 parameters on owners, and operators on owners (`runtime.optimizers.shared_operator`).

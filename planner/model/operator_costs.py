@@ -211,8 +211,8 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
     optimizer = problem.profile.compute.optimizer
     if optimizer is not None and optimizer.unit == "matrix" and problem.profile.compute.operator is None:
         return [
-            f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a drop-in "
-            f"plan: it names no operator without state"
+            f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a "
+            f"drop-in plan: it names no operator without state"
         ]
     plan, costs, profile = (
         updates.operator if updates else None,

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import product
 
 from planner.ir import OperatorShares
-from planner.model.operators import OperatorCosts, by_message, operator_costs, updated_by
+from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
 from planner.model.problem import Problem
 
 MOST_MESSAGES = (1, 2, 3, 4, 6, 8, 12, 16)

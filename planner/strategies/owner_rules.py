@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from planner.ir import OperatorShares
-from planner.model.operators import operator_costs
+from planner.model.operator_costs import operator_costs
 from planner.model.problem import Problem
-from planner.search.operators import in_messages, longest_first_owners
+from planner.search.owners import in_messages, longest_first_owners
 
 
 def every_rank(problem: Problem) -> None:

@@ -17,9 +17,9 @@ from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.ir import OperatorShares
 from planner.model.modes import step_us
-from planner.model.operators import OperatorCosts, by_message, defect
+from planner.model.operator_costs import OperatorCosts, by_message, defect
 from planner.model.schedule_text import parse_schedule
-from planner.search.operators import _search
+from planner.search.owners import _search
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 
