@@ -23,11 +23,12 @@ from planner.comparison.variants import distinct_caps
 from planner.documents.catalog import find_profile
 from planner.jobs.job import TrainingJob
 from planner.jobs.launch import LocalWorld, run_ranks
-from planner.jobs.training import weights_sha256
+from planner.jobs.training import make_optimizer, weights_sha256
 from planner.rehearse.accelerator import make_job
 from planner.rehearse.scale import Scale
 from planner.strategies.baselines import CAPS_MIB
 from planner.testbed.hosts import parse_emulation
+from runtime.optimizers.kinds import each_of
 
 RANKS = 2
 """Ranks on loopback."""
@@ -130,7 +131,7 @@ class Run:
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         else:
             rehearsed = accelerated(job, dist.get_rank())
-            self.model, self.optimizer = rehearsed.model, rehearsed.optimizer(rehearsed.model.parameters())
+            self.model, (self.optimizer,) = rehearsed.model, each_of(make_optimizer(rehearsed, "rehearsal"))
 
     def loss(self, forward: nn.Module, number: int) -> Tensor:
         if self._batch is None:

@@ -153,7 +153,7 @@ def measure(index: int) -> Row:
     owners = partition_of(problem).owners
     on = ShardUpdates().apply(Schedule.from_boundaries([problem.count]), problem).schedule.norms is not None
     layers = [parameters[layer.name] for layer in problem.norm_layers]
-    split = Split(world, owners, (2,), norm_dtype(layers), device)
+    split = Split(world, owners, [(2,)] * len(layers), norm_dtype(layers), device)
     alone, shared = _norms_us(split, layers, world), _norms_us(split, layers, world, shared=True)
     planned = shared if on else alone
     steps = _steps_us(optimizer, dict(zip(layers, owners, strict=True)), world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -115,9 +116,40 @@ class Synchronous(Mode):
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorShares:
+    """The ranks that compute a matrix optimizer's operators, and the messages of their results.
+
+    >>> str(OperatorShares((0, -1, 1), ((2,), (0,))))
+    'operators 0,-,1 in 2|0'
+    """
+
+    owners: tuple[int, ...]
+    """The rank that computes each matrix of `planner.model.operator_costs.OperatorCosts`; −1: every rank does."""
+    messages: tuple[tuple[int, ...], ...]
+    """Matrices of each message, in launch order."""
+
+    def __str__(self) -> str:
+        owners = ",".join("-" if owner < 0 else str(owner) for owner in self.owners)
+        return f"operators {owners} in {'|'.join(','.join(map(str, members)) for members in self.messages)}"
+
+    @classmethod
+    def parse(cls, line: str) -> OperatorShares | None:
+        """Return the shares whose `str` is the line; None for any other line."""
+        match = _OPERATORS.fullmatch(line)
+        if match is None:
+            return None
+        owners = tuple(-1 if owner == "-" else int(owner) for owner in match[1].split(","))
+        return cls(owners, tuple(tuple(map(int, members.split(","))) for members in match[2].split("|")))
+
+
+_OPERATORS = re.compile(r"operators ((?:[0-9]{1,9}|-)(?:,(?:[0-9]{1,9}|-))*) in ([0-9]{1,9}(?:[,|][0-9]{1,9})*)")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order, and the mode; `str` gives a line each, after those of mode and norms if there are any.
+    """Buckets in launch order, and the mode; `str` gives a line each, after those of mode, norms and operators if there
+    are any.
 
     >>> str(Schedule(buckets=(Bucket((0,)),), norms=(0, 2)))
     'norms 0,2\\n[0] all_reduce/library none'
@@ -129,6 +161,8 @@ class Schedule:
     """The rank that computes the norms of each layer of `Problem.norm_layers`; None: every rank computes all. Not a
     part of the mode, as norms depend on the optimizer, not on how gradients are exchanged.
     """
+    operators: OperatorShares | None = None
+    """Owners of operators; None: every rank computes all. As norms, no part of the mode."""
 
     @property
     def accuracy(self) -> Accuracy:
@@ -145,11 +179,18 @@ class Schedule:
     @property
     def unshared(self) -> Schedule:
         """Return the schedule with nothing of the update sharded."""
-        return replace(self, mode=Synchronous() if self.mode.shares_update else self.mode, norms=None)
+        return replace(self.with_update_of(None), mode=Synchronous() if self.mode.shares_update else self.mode)
+
+    def with_update_of(self, other: Schedule | None) -> Schedule:
+        """Return the schedule with the norms and operators that another one shares; None: nothing shared."""
+        if other is None:
+            return replace(self, norms=None, operators=None)
+        return replace(self, norms=other.norms, operators=other.operators)
 
     def __str__(self) -> str:
         head = [str(self.mode)] if str(self.mode) else []
         head += [] if self.norms is None else [f"norms {','.join(map(str, self.norms))}"]
+        head += [] if self.operators is None else [str(self.operators)]
         return "\n".join([*head, *map(str, self.buckets)])
 
     @classmethod

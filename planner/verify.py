@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from planner.ir import ACCURACIES, Schedule, format_indices
 from planner.model.codecs import Elements, codec_of
 from planner.model.modes import model_of
-from runtime.plan.combinations import SHARED_NORMS, reason_against
+from planner.model.operator_costs import defect as operators_defect
+from runtime.plan.combinations import SHARED_NORMS, SHARED_OPERATOR, reason_against
 
 
 class VerifyError(AssertionError):
@@ -21,6 +22,7 @@ def verify(
     accuracy: str = "exact",
     elements: Elements | None = None,
     norms: tuple[int, int] = (0, 1),
+    matrices: int = 0,
 ) -> None:
     """Check the invariants of a schedule.
 
@@ -31,6 +33,7 @@ def verify(
             weights of ranks differ.
         elements: where given, what buckets select is checked against what their layers have.
         norms: the number of layers whose norms the optimizer needs, and of ranks.
+        matrices: the number of matrices with an operator.
 
     Raises:
         VerifyError: the mode is riskier than allowed, has a defect, or does not go with a bucket or with shared norms
@@ -44,8 +47,7 @@ def verify(
         raise VerifyError(f"{mode}: {defect}")
     if ACCURACIES.index(mode.accuracy) > ACCURACIES.index(accuracy):
         raise VerifyError(f"{mode}: that is {mode.accuracy}, but the plan has to be {accuracy}")
-    if schedule.norms is not None:
-        _check_norms(mode.name, schedule.norms, *norms)
+    _check_update(schedule, norms, matrices)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
         if not bucket.gradients:
@@ -72,6 +74,18 @@ def verify(
     firsts = [min(bucket.gradients) for bucket in schedule.buckets]
     if firsts != sorted(firsts):
         raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
+
+
+def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: int) -> None:
+    mode = schedule.mode.name
+    if schedule.norms is not None:
+        _check_norms(mode, schedule.norms, *norms)
+    if schedule.operators is None:
+        return
+    if (reason := reason_against(mode, SHARED_OPERATOR)) is not None:
+        raise VerifyError(f"operators are shared, but {reason}")
+    if (wrong := operators_defect(schedule.operators, matrices, norms[1])) is not None:
+        raise VerifyError(wrong)
 
 
 def _check_norms(mode: str, owners: Sequence[int], layers: int, ranks: int) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import _muon
 from torch.utils import _pytree
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
@@ -362,3 +363,33 @@ def is_of_backend(error: BaseException) -> bool:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_code in _CALLS_OF_BACKEND or frame.f_code.co_filename.startswith(_DISTRIBUTED)
+
+
+def orthogonalize(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Return the Newton–Schulz orthogonalization of a matrix as `torch.optim.Muon` computes it."""
+    return _NEWTON_SCHULZ(matrix, coefficients, steps, eps)
+
+
+_NEWTON_SCHULZ = _muon._zeropower_via_newtonschulz
+
+
+@contextlib.contextmanager
+def orthogonalize_replaced(
+    function: Callable[[torch.Tensor, tuple[float, float, float], int, float], torch.Tensor],
+) -> Iterator[None]:
+    """Let the steps of `torch.optim.Muon` inside call `function` in place of `orthogonalize`."""
+    module: Any = _muon
+    original, module._zeropower_via_newtonschulz = module._zeropower_via_newtonschulz, function
+    try:
+        yield
+    finally:
+        module._zeropower_via_newtonschulz = original
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return the function of an optimizer's step without the hooks that torch wraps around it."""
+    step: Any = type(optimizer).step
+    plain: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain

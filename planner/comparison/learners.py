@@ -17,6 +17,7 @@ from planner.jobs.training import SEED, BuiltJob, attribute_user_errors, build
 from planner.profile.bench import Bench
 from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import InputError
+from runtime.optimizers.kinds import Optimizers, each_of
 
 DIGEST_BYTES = 1 << 16
 """Bytes of each tensor of a batch that are compared between contestants."""
@@ -33,11 +34,11 @@ class LearnedJob(Trained):
         self.name, self._built, self._first = built.spec, built, first
         self._prepared: tuple[int, Any] | None = None
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the job's optimizer."""
+    def optimizer(self) -> Optimizers:
+        """Return the job's optimizer, or its optimizers."""
         return self._built.optimizer
 
-    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def restored(self, optimizer: Optimizers) -> AbstractContextManager[None]:
         """Keep nothing: no other contestant trains this model."""
         return nullcontext()
 
@@ -47,7 +48,7 @@ class LearnedJob(Trained):
         self._prepared = number, batch
         return batch_digest(batch)
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step of the job; arguments as of `Trained.step`."""
         if self._prepared is None or self._prepared[0] != number:
             self.prepare(number)
@@ -139,7 +140,8 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
     """Load model and optimizer from a file of `torch.save`, and return the number of steps that it was made after.
 
     Args:
-        path: of a `state_dict` of the model, or of a dict with `model`, and perhaps `optimizer` and `step`.
+        path: of a `state_dict` of the model, or of a dict with `model`, and perhaps `optimizer` (a list, where the job
+            has several) and `step`.
         built: the job.
 
     Raises:
@@ -155,7 +157,9 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
     try:
         built.model.load_state_dict(state["model"] if whole else state)
         if whole and state.get("optimizer") is not None:
-            built.optimizer.load_state_dict(state["optimizer"])
+            states = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+            for one, saved in zip(each_of(built.optimizer), states, strict=True):
+                one.load_state_dict(saved)
     except (RuntimeError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise InputError(f"--from {path}: {first}; expected a checkpoint of {built.spec}") from error

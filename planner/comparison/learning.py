@@ -28,6 +28,7 @@ from planner.profile.bench import Bench, Progress, synchronize
 from planner.profile.step import joined
 from runtime.errors import InputError
 from runtime.monitor.preserve import generators, restore_generators
+from runtime.optimizers.kinds import each_of
 
 BLOCKS = 10
 """Largest number of interleaved blocks that a contestant's steps are divided into."""
@@ -103,7 +104,8 @@ class Contestant:
     @property
     def size_bytes(self) -> int:
         """Memory of weights, buffers, gradients, a residual of each, and the optimizer's state."""
-        model, states = self.trained.model, self._optimizer.state.values()
+        model = self.trained.model
+        states = [state for one in each_of(self._optimizer) for state in one.state.values()]
         held = [*model.parameters(), *model.buffers()]
         held += [one for state in states for one in state.values() if isinstance(one, Tensor)]
         held += 2 * [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -34,6 +34,7 @@ from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import CommunicationError, InputError, PlanMismatch
 from runtime.monitor.clock import make_clock
 from runtime.monitor.preserve import generators, restore_generators
+from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.plan import Plan
 from runtime.session.session import Session
 
@@ -245,7 +246,7 @@ class VariantRunner(Runner[BucketVariant]):
         record.losses.append(losses)
 
     @contextmanager
-    def _watched(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def _watched(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[None]:
         """Note the time from forward to the optimizer's step, and missing gradients, of steps without communication."""
         if variant.kind != "no_communication":
             yield
@@ -262,7 +263,7 @@ class VariantRunner(Runner[BucketVariant]):
 
         handles = [
             self.model.register_forward_hook(lambda *_: ends.append(clock.mark())),
-            optimizer.register_step_pre_hook(note),
+            each_of(optimizer)[0].register_step_pre_hook(note),
         ]
         try:
             yield
@@ -272,7 +273,7 @@ class VariantRunner(Runner[BucketVariant]):
             self.backward_us += [clock.between_us(*span) for span in spans]
 
     @contextmanager
-    def communicating(self, variant: BucketVariant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+    def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
         """Yield the module to call in place of the model, while gradients are sent as the variant says."""
         if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
@@ -299,7 +300,7 @@ class VariantRunner(Runner[BucketVariant]):
                 self.trained.no_sync = nullcontext
                 session.detach()
 
-    def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
+    def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
         return runtime.attach(
             self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, guard=False
         )
@@ -363,9 +364,8 @@ class VariantRunner(Runner[BucketVariant]):
 
         The first exchange of a new group takes a quarter longer: it is left out, unless it is long (`brief`).
         """
-        if plan.sharded:  # its messages are the halves of all-reduces
-            plan = replace(plan, updates=None)
-        session = self._attach(None, plan)
+        # Of a sharded step messages are the halves of all-reduces; norms and operators belong to optimizers.
+        session = self._attach(None, replace(plan, updates=None))
         try:
             # Long steps have little warm-up.
             repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)

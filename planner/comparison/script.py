@@ -128,11 +128,11 @@ def compare(
         asked = replace(asked, learn=Learn(steps=learn, seeds=seeds, margin_percent=margin), plans={PLAN: asked.plan})
     if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
-    if session.optimizer is None:
+    if not session.optimizers:
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
     problem = None if asked.profile is None else make_problem(asked.profile)
     changed = also if isinstance(also, Sequence) else (also,)
-    trained = TrainedScript(session.model, session.optimizer, step, changed, metric)
+    trained = TrainedScript(session.model, session.optimizer or session.optimizers, step, changed, metric)
     if asked.learn is not None and not trained.takes_number:
         raise InputError(
             f"{trained.name}: found no parameter called number, expected step(model, number): with learn each step "

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors
+from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors, make_optimizer
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
+from runtime.optimizers.kinds import Optimizers, each_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -31,11 +32,11 @@ class Trained:
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of the variant whose block runs, in which gradients only accumulate."""
 
-    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def restored(self, optimizer: Optimizers) -> AbstractContextManager[None]:
         """Restore everything that steps change, on leaving."""
-        return preserved(self.model, optimizer)
+        return preserved(self.model, each_of(optimizer))
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optimizers:
         """Return the optimizer of the block that begins."""
         raise NotImplementedError
 
@@ -47,7 +48,7 @@ class Trained:
         """Return the evaluation metric of the model; None if there is none."""
         return None
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step and return its loss, if it is known.
 
         Args:
@@ -66,12 +67,11 @@ class TrainedJob(Trained):
         self.name, self._built = built.spec, built
         self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Make an optimizer."""
-        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        return self._built.job.optimizer(trained)
+    def optimizer(self) -> Optimizers:
+        """Make the job's optimizers."""
+        return make_optimizer(self._built.job, self.name)
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step of the job; arguments as of `Trained.step`."""
         return float(self._built.train(self._batches[number % KEPT_BATCHES], forward, optimizer))
 
@@ -84,7 +84,7 @@ class TrainedScript(Trained):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         step: Callable[..., object],
         also: Sequence[Stateful],
         metric: Callable[[nn.Module], float] | None = None,
@@ -103,11 +103,11 @@ class TrainedScript(Trained):
         except (TypeError, ValueError):
             return False
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optimizers:
         """Return the script's optimizer."""
         return self._optimizer
 
-    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float | None:
+    def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step of the script; arguments as of `Trained.step`.
 
         Raises:
@@ -138,7 +138,7 @@ class TrainedScript(Trained):
             return evaluated(self.model, self._metric)
 
     @contextmanager
-    def restored(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def restored(self, optimizer: Optimizers) -> Iterator[None]:
         """Restore everything that steps change, on leaving, with what else the script named."""
         states = [copy.deepcopy(one.state_dict()) for one in self._also]
         try:

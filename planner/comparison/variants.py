@@ -229,6 +229,9 @@ def _compute_us(plan: Plan) -> float | None:
     alone_us = 0.0  # ranks that exchange nothing share no norms
     if norms is not None and norms.shares is not None:
         alone_us = (norms.replicated_us or 0.0) - (norms.shared_us or 0.0)
+    operator = plan.updates.operator if plan.updates else None
+    if operator is not None and operator.owners:
+        alone_us += (operator.replicated_us or 0.0) - (operator.shared_us or 0.0)
     if plan.sharded and plan.updates and plan.updates.step:  # nor the step: each updates all weights
         updating_us = predicted.update_us or 0.0
         gathered_us = 0.0 if plan.gathers else plan.updates.step.gather_us or 0.0

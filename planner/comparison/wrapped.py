@@ -11,7 +11,7 @@ from torch import nn
 from planner.comparison.measure import Measured, Record, Runner
 from planner.comparison.variants import Rounds
 from planner.comparison.wrappings import Wrapping
-from planner.jobs.training import KEPT_BATCHES, SEED, BuiltJob, build
+from planner.jobs.training import KEPT_BATCHES, SEED, BuiltJob, build, make_optimizer
 from planner.profile.bench import Bench, Progress, Run
 from planner.profile.step import joined
 from runtime.fully_sharded.hosts import HostCollectives, overlap_on_hosts
@@ -70,7 +70,7 @@ def compare_rank_wrapped(
         for wrapping in wrappings:
             built = build(spec, device)
             wrap(built.model, wrapping, timeout_s)
-            built.optimizer = built.job.optimizer(p for p in built.model.parameters() if p.requires_grad)
+            built.optimizer = make_optimizer(built.job, spec)
             runs[wrapping.name] = built
         # Made once, so that all variants train on the same ones, even if a job draws others at each call.
         batches = [built.batch(step) for step in range(KEPT_BATCHES)]

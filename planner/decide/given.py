@@ -17,6 +17,7 @@ from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.codecs import by_codec
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import not_shared_reason
+from planner.model.operator_costs import matrix_count
 from planner.model.problem import Problem
 from planner.model.schedule_text import ScheduleText, read_schedule
 from planner.model.spending import spending
@@ -82,7 +83,14 @@ def _check(request: Request, text: ScheduleText, path: str) -> None:
         )
     norms = len(problem.norm_layers), problem.ranks
     try:
-        verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy, elements=problem.layer_elements, norms=norms)
+        verify(
+            schedule,
+            problem.dtype_ids.tolist(),
+            accuracy=accuracy,
+            elements=problem.layer_elements,
+            norms=norms,
+            matrices=matrix_count(problem),
+        )
     except VerifyError as error:
         named = re.findall(r"\bbucket ([0-9]+)", str(error))  # the verifier names buckets by position
         where = f"{path}: line {text.lines[int(named[-1])]}" if named else path

@@ -14,8 +14,8 @@ from planner.ir import GAIN, TIE, Schedule
 from planner.model.codecs import LOSSY, by_codec, codec_of
 from planner.model.modes import step_us
 from planner.model.modes.local_updaters import LocalUpdaters, batch_prep_us
-from planner.model.norms import update_us
 from planner.model.problem import Problem
+from planner.model.updates import update_us
 from planner.passes.base import Bound, Candidate, Frontier, Pass, Point
 from planner.passes.joint import Joint
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint

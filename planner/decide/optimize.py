@@ -22,8 +22,10 @@ from planner.ir import GAIN, Schedule
 from planner.model.modes import describe, late_gather, sharded, step_us
 from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import batch_prep_us
-from planner.model.norms import describe_norms, update_bound_us
+from planner.model.norms import describe_norms
+from planner.model.operator_costs import describe_operators
 from planner.model.problem import Problem
+from planner.model.updates import update_bound_us
 from planner.passes.base import Bound, Candidate, Pass
 from planner.passes.late_gather import LateGathers, late_gathers, needed_bytes
 from planner.passes.merge import merge_without_contention
@@ -211,7 +213,7 @@ def _with_step_plan(request: Request, plan: Plan, schedule: Schedule, replicated
     if sharding is None or not sharded.can_share(problem):
         return plan
     late = isinstance(schedule.mode, LateGather)
-    whole = replace(replicated, norms=None)
+    whole = replicated.with_update_of(None)
     if schedule.mode.shares_update and not late:
         shared: Schedule | None = schedule
     else:
@@ -234,7 +236,7 @@ def _with_step_plan(request: Request, plan: Plan, schedule: Schedule, replicated
         memory_bytes=sharded.memory_bytes(problem, sharding.memory_mib),
         late_us=late_us,
     )
-    return replace(plan, updates=UpdatePlan(norms=plan.updates.norms if plan.updates else None, step=step))
+    return replace(plan, updates=replace(plan.updates or UpdatePlan(), step=step))
 
 
 def _unused_memory_limit(request: Request) -> str:
@@ -404,4 +406,4 @@ def _notes(problem: Problem, plan: Plan, ddp_us: float) -> tuple[str, ...]:
         notes.append(f"{NO_GAIN}DDP's default buckets{dtypes} are predicted {-gain:.1%} shorter")
     elif gain < NOTHING_TO_GAIN:
         notes.append(f"{NO_GAIN}the step is predicted {gain:.1%} shorter than with DDP's default buckets")
-    return (*notes, *describe_norms(problem, plan.updates))
+    return (*notes, *describe_norms(problem, plan.updates), *describe_operators(problem, plan.updates))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.ir import Schedule, Synchronous
+from planner.model.operator_costs import matrix_count
 from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Candidate, Frontier, Pass, Pipeline
@@ -83,13 +84,15 @@ def run_passes(
         The last candidate, with what those before it report of the plan.
     """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
-    norms = (len(problem.norm_layers), problem.ranks)
-    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+    norms, matrices = (len(problem.norm_layers), problem.ranks), matrix_count(problem)
+    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms, matrices=matrices)
     found = Candidate(schedule=schedule)
     for current in passes:
         started = time.perf_counter()
         found = _merged(found, current, problem)
-        verify(found.schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+        verify(
+            found.schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms, matrices=matrix_count(problem)
+        )
         seconds = time.perf_counter() - started
         if after_pass is not None:
             after_pass(current.name, found.schedule, seconds)
@@ -106,8 +109,8 @@ def _merged(before: Candidate, current: Pass, problem: Problem) -> Candidate:
         bound = before.bound
     if not current.decides_update and schedule.mode == Synchronous():
         shared = before.schedule.mode.fitted(len(schedule.buckets))
-        replicated = None if replicated is None else replace(schedule, norms=replicated.norms)
-        schedule = replace(schedule, norms=before.schedule.norms)
+        replicated = None if replicated is None else schedule.with_update_of(replicated)
+        schedule = schedule.with_update_of(before.schedule)
         if shared.shares_update:
             schedule, bound = replace(schedule, mode=shared), before.bound
     return replace(

@@ -6,16 +6,16 @@ The dynamic programs stay the default: on one network without contention they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 
 from planner.ir import Schedule
 from planner.model.modes import best_of, simulate_schedule
-from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
 from planner.model.step import Overlap
+from planner.model.updates import update_bound_us
 from planner.passes.merge import boundaries, merge_problem, merge_without_contention
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
@@ -92,7 +92,7 @@ def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> So
         worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
         if better or worse or solution.bound_us > optimum_us + room_us:
             _contradiction("dynamic program", optimum_us, found_us, solution.bound_us)
-    found = [replace(Schedule.from_boundaries(solution.stops), norms=schedule.norms)] if solution.stops else []
+    found = [Schedule.from_boundaries(solution.stops).with_update_of(schedule)] if solution.stops else []
     return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
 
 
@@ -114,7 +114,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
     excluded = solution.proven and solution.bound_us < known_us - solution.error_us - room_us
     if known.exact and (excluded or solution.bound_us > known_us + room_us or found_us < known_us - room_us):
         _contradiction("labels", known_us, found_us, solution.bound_us)
-    schedules = [replace(forms.schedule(found), norms=schedule.norms)] if found else []
+    schedules = [forms.schedule(found).with_update_of(schedule)] if found else []
     return _solved(problem, best_of(problem, [schedule, *schedules]), solution, limit)
 
 

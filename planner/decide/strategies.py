@@ -15,6 +15,7 @@ half of training.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from planner.ir import Schedule
 from planner.model.compression import MAX_RATIO
@@ -33,6 +34,7 @@ from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
 from planner.strategies.decoupled import dear, megatron
 from planner.strategies.hitopk import hitopk
 from planner.strategies.low_rank import low_rank
+from planner.strategies.owner_rules import OPERATOR_RULES
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.strategy import Strategy, number, strategy, whole, word
 from planner.strategies.topologies import torus_2d, tree
@@ -61,6 +63,14 @@ def best_baseline(problem: Problem) -> Schedule:
     """Return the shortest baseline that a plan can hold: with several dtypes DDP's buckets may interleave."""
     candidates = [wfbp(problem), wfbp(problem, "layer"), single(problem), mg_wfbp(problem)]
     return best_of(problem, candidates if problem.dtype_count > 1 else [*candidates, ddp(problem)])
+
+
+@strategy(word([*OPERATOR_RULES], ", ".join(f"operators:{rule}" for rule in OPERATOR_RULES)))
+def operators(problem: Problem, rule: str = "longest_first") -> Schedule:
+    """Return the best buckets with operators of a matrix optimizer (Muon) by a rule: on every rank, or on owners, the
+    longest first or round robin, whose results come in one message.
+    """
+    return replace(optimal(problem), operators=OPERATOR_RULES[rule](problem))
 
 
 @strategy(number("MAX_RATIO", "times of compression", at_most=MAX_RATIO, at_least=1.0), accuracy="bounded")
@@ -119,7 +129,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     made.name: made
     for made in (
         ddp, dear, hitopk, joint, l_sgd, lags, lap, low_rank, lpp, mb_sgd, megatron, mg_wfbp, naive_all_gather,
-        optimal, pl_sgd, by_chance, single, slgs, ssd, torus_2d, tree, wfbp, wire,
+        operators, optimal, pl_sgd, by_chance, single, slgs, ssd, torus_2d, tree, wfbp, wire,
     )
 }  # fmt: skip
 """Registry: name → strategy. Add one here and the contract test covers it, and lists of strategies show it."""

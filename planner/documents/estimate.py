@@ -124,7 +124,7 @@ def _step_ratio(profile: Profile, new: str) -> float:
 
 
 STEP_TIMES = ("forward_us", "backward_us", "grad_input_us", "grad_weight_us", "batch_us", "loss_us")
-UPDATE_TIMES = ("update_us", "norm_us")
+UPDATE_TIMES = ("update_us", "norm_us", "operator_us")
 """Fields of records that grow with forward and backward, and with the optimizer's update."""
 
 

@@ -114,6 +114,34 @@ class NormProfile(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperatorShape(Record):
+    """Time of a matrix optimizer's operator for one shape, on all ranks at once."""
+
+    shape: Annotated[tuple[PositiveCount, ...], Field(min_length=1, max_length=16)]
+    operator_us: TimeUs
+    """Time for one matrix."""
+    result_bytes: PositiveCount
+    """Bytes of the result in a message."""
+    parameters: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+    """Parameters of this shape, in the order in which the optimizer's step calls the operator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorProfile(Record):
+    """The stateless operator of a matrix optimizer (Muon's Newton–Schulz), a part of the update, where every rank
+    computes it for all matrices."""
+
+    optimizer: Name
+    shapes: Annotated[tuple[OperatorShape, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+    estimated: str | None = None
+    """Origin of the times, if they were not measured."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(name for shape in self.shapes for name in shape.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerProfile(Record):
     """Optimizer whose update was timed."""
 
@@ -123,6 +151,8 @@ class OptimizerProfile(Record):
     """Whether it divides gradients by a measure of their own size, as Adam does."""
     elementwise: bool | None = None
     """Whether it treats every element by itself, so that ranks can share its step; None: not known."""
+    unit: Literal["element", "matrix"] | None = None
+    """Smallest part that it can update by itself: an element, or a whole parameter; None: not known."""
     holds_all: bool | None = None
     """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
     state_bytes: Count | None = None
@@ -184,6 +214,8 @@ class ComputeProfile(Record):
     """Origin of the times, if they were not measured."""
     norms: NormProfile | None = None
     """Absent: the optimizer needs none."""
+    operator: OperatorProfile | None = None
+    """Absent: the optimizer has no operator without state."""
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
@@ -214,6 +246,8 @@ class ComputeProfile(Record):
             )
         if self.size_bytes > MAX_MODEL_BYTES:  # each gradient may be in its range, and their sum be no model
             return f"{path}.gradients: found {self.size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
+        if (wrong := self._operator_problem(path, set(names))) is not None:
+            return wrong
         layers = [layer.name for layer in self.norms.layers] if self.norms else []
         unknown = next((index for index, name in enumerate(layers) if name not in set(names)), None)
         if unknown is not None:
@@ -224,6 +258,25 @@ class ComputeProfile(Record):
         if (twice := repeated_item([name] for name in layers)) is not None:
             place = f"{path}.norms.layers[{twice[0]}].name: found {twice[2]!r}"
             return f"{place} once more; expected each layer once: take one out"
+        return None
+
+    def _operator_problem(self, path: str, names: set[str]) -> str | None:
+        if self.operator is None:
+            return None
+        where, listed = f"{path}.operator.shapes", self.operator.parameters
+        unknown = next((name for name in listed if name not in names), None)
+        if unknown is not None:
+            return f"{where}: found {unknown!r}, which is none of the gradients; expected one of them: {CURE}"
+        if (twice := repeated_item([name] for name in listed)) is not None:
+            return f"{where}: found {twice[2]!r} once more; expected each parameter once: take one out"
+        numel = {gradient.name: gradient.numel for gradient in self.gradients}
+        for index, shape in enumerate(self.operator.shapes):
+            odd = next((name for name in shape.parameters if numel[name] != math.prod(shape.shape)), None)
+            if odd is not None:
+                return (
+                    f"{where}[{index}].shape: found {list(shape.shape)} for {odd!r}, expected one of its "
+                    f"{numel[odd]} elements; {CURE}"
+                )
         return None
 
 

@@ -8,10 +8,12 @@ from planner.model.delay import StepSpan
 from planner.model.modes import model_of
 from planner.model.modes.late_gather import WindowSpan
 from planner.model.norms import gather_us, message_bytes, replicated_us, shared_us
+from planner.model.operator_costs import operator_costs
 from planner.model.problem import Problem
 from planner.model.spending import spending
+from planner.search.owners import best_owners
 from planner.search.partition import partition_of
-from runtime.plan import NormPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
+from runtime.plan import NormPlan, OperatorPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
 from runtime.plan.predicted import PredictedTask, Prediction
 from runtime.plan.timeline import Span, Timeline
 
@@ -34,7 +36,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         )
         for bucket, reason in zip(schedule.buckets, model.explain(problem, schedule, timeline), strict=True)
     )
-    fields = {"updates": _norms(problem, schedule), **model.plan_fields(problem, schedule)}
+    fields = {"updates": _updates(problem, schedule), **model.plan_fields(problem, schedule)}
     return Plan(
         model=problem.profile.model,
         world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch),
@@ -90,7 +92,33 @@ def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int
     return known | ({"first_gradient": min(members)} if max(members) - min(members) < len(members) else {})
 
 
-def _norms(problem: Problem, schedule: Schedule) -> UpdatePlan | None:
+def _updates(problem: Problem, schedule: Schedule) -> UpdatePlan | None:
+    """Return the part of a plan on norms of layers and operators of matrices; None where there are none to share."""
+    norms, operator = _norms(problem, schedule), _operator(problem, schedule)
+    return None if norms is None and operator is None else UpdatePlan(norms=norms, operator=operator)
+
+
+def _operator(problem: Problem, schedule: Schedule) -> OperatorPlan | None:
+    costs, found = operator_costs(problem), best_owners(problem)
+    if costs is None or found is None:
+        return None
+    shares = schedule.operators
+    if shares is None:
+        return OperatorPlan(replicated_us=costs.unshared_us, shared_us=None, bound_us=found.bound_us)
+    names = costs.names
+    return OperatorPlan(
+        owners={names[matrix]: owner for matrix, owner in enumerate(shares.owners) if owner >= 0},
+        gathers=tuple(tuple(names[matrix] for matrix in members) for members in shares.messages),
+        replicated_us=costs.unshared_us,
+        shared_us=costs.update(shares).update_us,
+        gather_us=sum(costs.gathers_us(shares)),
+        message_bytes=sum(costs.message_bytes(shares)),
+        bound_us=found.bound_us,
+        method=found.method if shares == found.shares else None,
+    )
+
+
+def _norms(problem: Problem, schedule: Schedule) -> NormPlan | None:
     """Return the part of a plan on norms of layers; None where there are none to share."""
     layers = problem.norm_layers
     if not layers or problem.ranks == 1:
@@ -103,14 +131,12 @@ def _norms(problem: Problem, schedule: Schedule) -> UpdatePlan | None:
             tuple(layer.name for layer, owner in zip(layers, owners, strict=True) if owner == rank)
             for rank in range(problem.ranks)
         )
-    return UpdatePlan(
-        norms=NormPlan(
-            shares=shares,
-            replicated_us=replicated_us(problem),
-            shared_us=shared_us(problem, owners),
-            gather_us=gather_us(problem, owners),
-            message_bytes=message_bytes(problem, owners),
-            bound_us=found.bound,
-            method=found.method if owners == found.owners else None,
-        )
+    return NormPlan(
+        shares=shares,
+        replicated_us=replicated_us(problem),
+        shared_us=shared_us(problem, owners),
+        gather_us=gather_us(problem, owners),
+        message_bytes=message_bytes(problem, owners),
+        bound_us=found.bound,
+        method=found.method if owners == found.owners else None,
     )

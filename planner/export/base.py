@@ -92,6 +92,11 @@ def stock_plan(plan: Plan) -> tuple[Plan, list[str]]:
         known = step.replicated_us is not None and shared_us is not None
         more_us = (step.replicated_us or 0.0) - (shared_us or 0.0) if known else None
         notes.append(f"the sharded optimizer step cannot be expressed: every rank updates all weights; {cost(more_us)}")
+    operator = plan.updates.operator if plan.updates else None
+    if operator is not None and operator.owners:
+        known = operator.replicated_us is not None and operator.shared_us is not None
+        more_us = (operator.replicated_us or 0.0) - (operator.shared_us or 0.0) if known else None
+        notes.append(f"owners of operators cannot be expressed: every rank computes all of them; {cost(more_us)}")
     norms = plan.updates.norms if plan.updates else None
     if norms is not None and norms.shares is not None:
         known = norms.replicated_us is not None and norms.shared_us is not None

@@ -123,7 +123,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
     def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         mine = {id(parameter) for parameter in model.parameters()}
         of_model = [o for o in optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
-        optimizer = of_model[0] if len(of_model) == 1 else None
+        optimizer = tuple(of_model) or None
         scale = None if self.scaler is None else self.scaler.get_scale
         self.sessions.append(self.options.attach(model, optimizer, self._arguments(), scale))
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.online.attach import PlannedSession, attach
 from runtime.errors import EnvironmentFailure, InputError
+from runtime.optimizers.kinds import Optimizers
 from runtime.plan import Accuracy, Plan
 
 
@@ -103,7 +104,7 @@ class Options:
         return cls(**{field.name: keywords.pop(field.name) for field in fields(cls) if field.name in keywords})
 
     def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, arguments: Mapping[str, Any],
+        self, model: nn.Module, optimizer: Optimizers | None, arguments: Mapping[str, Any],
         loss_scale: Callable[[], float] | None = None,
     ) -> PlannedSession:  # fmt: skip
         """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""

@@ -57,11 +57,11 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         """Leave the model plain."""
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """See `DDPStrategy.setup`; with several optimizers none of them is timed."""
+        """See `DDPStrategy.setup`; all optimizers are attached."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING or self.model is None:
             return
-        optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
+        optimizer = tuple(self.optimizers) or None
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = None if scaler is None else scaler.get_scale
         self.session = self._planned.attach(self.model, optimizer, self._arguments, scale)

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,6 @@ from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.nn import Parameter
     from torch.optim import Optimizer
 
 
@@ -43,8 +42,9 @@ class TrainingJob:
     batch: Callable[[int, int], Any]
     """(step, rank) → batch, deterministic. Local updaters (`local_async` of a plan) call it without a process group:
     there WORLD_SIZE in the environment says how many ranks there are."""
-    optimizer: Callable[[Iterable[Parameter]], Optimizer]
-    """(parameters) → their optimizer."""
+    optimizer: Callable[[Iterable[Any]], Optimizer | Sequence[Optimizer]]
+    """(parameters) → their optimizer, or a sequence of several with disjoint parameters. Trainable parameters, or pairs
+    of name and parameter where the function's parameter is called `named`."""
     dataset: Any = None
     """The map-style dataset that batches come from, if `planner profile` is to time loading (`runtime.datacache`)."""
     metric: Callable[[nn.Module], float] | None = None

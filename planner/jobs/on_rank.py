@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
+
 from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Profile
 from planner.jobs.training import (
@@ -16,6 +18,7 @@ from planner.jobs.training import (
     Trainer,
     build,
     error_context,
+    make_optimizer,
     this_rank,
     weights_sha256,
 )
@@ -30,10 +33,11 @@ from planner.profile.units import measure_units
 from planner.profile.updaters import expected_s, measure_local_async
 from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import trainable_parameters
-from runtime.errors import EnvironmentFailure
+from runtime.errors import EnvironmentFailure, InputError
 from runtime.local_async import LocalJob, run_local_async
 from runtime.local_async.job import samples_of
 from runtime.monitor.preserve import preserved
+from runtime.optimizers.kinds import each_of
 from runtime.plan import Plan
 
 LIBRARY_S = 8.0
@@ -127,7 +131,14 @@ def _with_units(built: BuiltJob, step: Step, found: Profile, progress: Progress,
 def local_job(spec: str, device: str) -> LocalJob:
     """Return a job by its name, for a rank and for each of its updaters. Raises InputError as `build`."""
     built = build(spec, device)
-    return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=built.job.optimizer)
+    if len(each_of(built.optimizer)) > 1:
+        raise InputError(f"{spec}: found several optimizers, expected one: local updaters take one alone")
+
+    def make(_: Any) -> Optimizer:
+        (optimizer,) = each_of(make_optimizer(built.job, spec))
+        return optimizer
+
+    return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=make)
 
 
 def measure_updaters(

@@ -295,6 +295,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
             gradients=(*seen.gradients, *unseen),
             optimizer=old.compute.optimizer if old else None,
             norms=old.compute.norms if old else None,
+            operator=old.compute.operator if old else None,
         )
     assert old is not None
     end_us = float(np.median(np.array([rank.backward_end_us for rank in ranks]).max(axis=0)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,13 @@ from planner.jobs.job import TrainingJob, described, load_job
 from planner.profile.bench import synchronize
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s
 from planner.testbed.hosts import Emulation, emulation_here
+from runtime.checks.optimizer import check_owners
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World, first_line
 from runtime.core.members import ignored_ids
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.monitor.preserve import preserved
+from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.plan import Plan
 
 SEED = 0
@@ -52,7 +55,7 @@ class BuiltJob:
 
     spec: str
     job: TrainingJob
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     device: torch.device
 
     @property
@@ -83,9 +86,7 @@ class BuiltJob:
         with attribute_user_errors(f"{self.spec}: loss.backward(){ddp}"):
             loss.backward()
 
-    def train(
-        self, batch: Any, forward: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> Tensor:
+    def train(self, batch: Any, forward: nn.Module | None = None, optimizer: Optimizers | None = None) -> Tensor:
         """Make one training step and return its loss.
 
         Args:
@@ -93,12 +94,14 @@ class BuiltJob:
             forward: DDP around the model; default: the model.
             optimizer: of the model's parameters; default: its own.
         """
-        forward, optimizer = self.model if forward is None else forward, optimizer or self.optimizer
-        optimizer.zero_grad()
+        forward, optimizers = self.model if forward is None else forward, each_of(optimizer or self.optimizer)
+        for one in optimizers:
+            one.zero_grad()
         loss = self.loss(forward, batch)
         self.backward(loss, in_ddp=isinstance(forward, DistributedDataParallel))
         with attribute_user_errors(f"{self.spec}: optimizer.step()"):
-            optimizer.step()
+            for one in optimizers:
+                one.step()
         return loss.detach()
 
 
@@ -145,11 +148,32 @@ def build(spec: str, device: str, seed: int = SEED) -> BuiltJob:
     if lazy:
         raise InputError(f"{spec}: {lazy[0]} has no shape yet; expected a model whose lazy modules have seen a batch")
     job.model.to(target)
-    with attribute_user_errors(f"{spec}: optimizer(parameters)"):
-        optimizer = job.optimizer(parameter for parameter in job.model.parameters() if parameter.requires_grad)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"{spec}: optimizer returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-    return BuiltJob(spec=spec, job=job, optimizer=optimizer, device=target)
+    return BuiltJob(spec=spec, job=job, optimizer=make_optimizer(job, spec), device=target)
+
+
+def make_optimizer(job: TrainingJob, spec: str) -> Optimizers:
+    """Return a new optimizer, or a tuple of several, of a job's trainable parameters.
+
+    Raises:
+        InputError: the job's function raises, or returns something else, or the same parameter in two optimizers.
+    """
+    named = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
+    takes_names = "named" in inspect.signature(job.optimizer).parameters
+    with attribute_user_errors(f"{spec}: optimizer({'named' if takes_names else 'parameters'})"):
+        made: object = job.optimizer(iter(named) if takes_names else (parameter for _, parameter in named))
+    several = isinstance(made, Sequence)
+    for one in made if isinstance(made, Sequence) and made else (made,):
+        if not isinstance(one, torch.optim.Optimizer):
+            found = f"a sequence with {type(one).__name__}" if several and made else type(made).__name__
+            raise InputError(
+                f"{spec}: optimizer returned {found}, expected a torch.optim.Optimizer, or a sequence of them"
+            )
+    if not isinstance(made, Sequence):
+        assert isinstance(made, torch.optim.Optimizer)
+        return made
+    if (problem := check_owners(job.model, made)) is not None:
+        raise InputError(f"{spec}: {problem}")
+    return tuple(made) if len(made) > 1 else made[0]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.documents.text import ms
-from planner.ir import Schedule
 from planner.model.problem import Problem
 from runtime.plan import UpdatePlan
 from runtime.plan.lpt import loads_of
@@ -44,21 +43,19 @@ def shared_us(problem: Problem, owners: Sequence[int]) -> float:
     return max(loads_of(norm_costs_us(problem), owners, problem.ranks)) + gather_us(problem, owners)
 
 
-def update_us(problem: Problem, schedule: Schedule) -> float:
-    """Return the update where every rank does all of it: as measured, but for what sharing norms changes."""
-    if schedule.norms is None:
-        return problem.update_us
-    return max(0.0, problem.update_us - replicated_us(problem) + shared_us(problem, schedule.norms))
+def saved_us(problem: Problem, owners: Sequence[int] | None) -> float:
+    """Return what sharing the norms saves of the update; negative where it costs."""
+    return 0.0 if owners is None else replicated_us(problem) - shared_us(problem, owners)
 
 
-def update_bound_us(problem: Problem) -> float:
-    """Return a lower bound of the update: norms are split evenly, as far as the largest layer allows."""
+def most_saved_us(problem: Problem) -> float:
+    """Return an upper bound of `saved_us`: norms are split evenly, as far as the largest layer allows."""
     costs_us = norm_costs_us(problem)
     if not costs_us or problem.ranks == 1:
-        return problem.update_us
+        return 0.0
     even = [index % problem.ranks for index in range(len(costs_us))]
     least_us = max(*costs_us, sum(costs_us) / problem.ranks) + gather_us(problem, even)
-    return min(problem.update_us, max(0.0, problem.update_us - replicated_us(problem) + least_us))
+    return max(0.0, replicated_us(problem) - least_us)
 
 
 def describe_norms(problem: Problem, updates: UpdatePlan | None) -> list[str]:

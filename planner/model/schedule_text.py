@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.ir import Bucket, Codec, Dense, Mode, Schedule, Synchronous, parse_indices
+from planner.ir import Bucket, Codec, Dense, Mode, OperatorShares, Schedule, Synchronous, parse_indices
 from planner.model.codecs import LOSSY
 from planner.model.modes import MODES
 from runtime.errors import InputError
@@ -32,7 +32,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def read_schedule(text: str, path: str = "schedule") -> ScheduleText:
-    """Read a schedule: its mode unless synchronous, shared norms if there are any, then a line for each bucket.
+    """Read a schedule: its mode unless synchronous, shared norms and operators if any, then a line for each bucket.
 
     Blank lines are skipped, and so is the line `after PASS (… ms):` that `--print-after` prints above a schedule.
 
@@ -45,6 +45,7 @@ def read_schedule(text: str, path: str = "schedule") -> ScheduleText:
     """
     mode: Mode | None = None
     norms: tuple[int, ...] | None = None
+    operators: OperatorShares | None = None
     buckets: list[Bucket] = []
     lines: list[int] = []
     header = False
@@ -52,9 +53,9 @@ def read_schedule(text: str, path: str = "schedule") -> ScheduleText:
         line = line.strip()
         if not line:
             continue
-        where, first = f"{path}: line {number}", not buckets and norms is None
+        where, first = f"{path}: line {number}", not buckets and norms is None and operators is None
         if _HEADER.fullmatch(line):
-            if header or buckets or norms or mode:
+            if header or buckets or norms or operators or mode:
                 raise InputError(f"{where}: found a second schedule, expected one; leave the others out")
             header = True
             continue
@@ -64,12 +65,14 @@ def read_schedule(text: str, path: str = "schedule") -> ScheduleText:
                 mode = found
             elif first and (match := _NORMS.fullmatch(line)):
                 norms = tuple(map(int, match[1].split(",")))
+            elif not buckets and operators is None and (shares := OperatorShares.parse(line)):
+                operators = shares
             else:
                 buckets.append(parse_bucket(line))
                 lines.append(number)
         except ValueError as error:
             raise InputError(f"{where}: {error}; correct it") from None
-    schedule = Schedule(buckets=tuple(buckets), mode=mode or Synchronous(), norms=norms)
+    schedule = Schedule(buckets=tuple(buckets), mode=mode or Synchronous(), norms=norms, operators=operators)
     return ScheduleText(schedule=schedule, lines=tuple(lines))
 
 
@@ -87,5 +90,5 @@ def parse_bucket(line: str) -> Bucket:
     codecs: tuple[type[Codec], ...] = (Dense, *LOSSY)
     codec = match and next(filter(None, (each.parse(match[4]) for each in codecs)), None)
     if not match or codec is None:
-        raise ValueError(f"found {line[:80]!r}, expected {_EXAMPLES}, and before buckets a mode or norms")
+        raise ValueError(f"found {line[:80]!r}, expected {_EXAMPLES}, and before buckets a mode, norms or operators")
     return Bucket(parse_indices(match[1]), transport_of(match[2], match[3]), codec)

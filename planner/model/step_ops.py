@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from planner.ir import Schedule
 from planner.model.codecs import Spending
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops
-from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.spending import slowdowns, spending
 from planner.model.step import Exchange
+from planner.model.updates import update_us
 
 
 def step_ops(problem: Problem, schedule: Schedule, exchange: Exchange | None = None) -> Ops:

@@ -82,6 +82,7 @@ class PlannedSession(Session):
         """Have the run planned from its next step on."""
         opening = _begin_with_remembered(self, opening)
         self._recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
+        self._operators.observe()
         self._director = self._pilot = Pilot(self, opening, watches=watches, story=list(story))
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
@@ -177,7 +178,7 @@ def _plan_text(plan: Plan) -> str:
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     plan: Plan | str | Path | None = None,
     process_group: dist.ProcessGroup | None = None,
     *,
@@ -211,7 +212,8 @@ def attach(
 
     Args:
         model: the bare module on its device, not wrapped in DDP; the same on every rank.
-        optimizer: its optimizer; None if the script updates weights by itself.
+        optimizer: its optimizer, or a sequence of several with disjoint parameters; None if the script updates weights
+            by itself.
         plan: a plan, or the path of plan.json, which is executed as it is; default: planned in the run.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         accuracy: the riskiest class of plan; default: the given plan's, without one exact. Without a plan `exact` or

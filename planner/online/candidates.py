@@ -21,7 +21,7 @@ from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WATCHED_STEPS, P
 from planner.strategies.baselines import CAPS_MIB
 from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
-from runtime.plan import Accuracy, Plan, parse_plan
+from runtime.plan import Accuracy, OperatorPlan, Plan, UpdatePlan, parse_plan
 
 POLL_S = 0.5
 """Least time between two questions of ranks for rank 0's plan."""
@@ -170,7 +170,9 @@ def described(plan: Plan) -> str:
 def digest_of(plan: Plan) -> str:
     """Equal for plans that do the same, whatever they predict."""
     buckets = tuple(replace(bucket, reason=None, size_bytes=None) for bucket in plan.buckets)
-    steps = plan.updates if plan.sharded else None
+    operator = plan.updates.operator if plan.updates else None
+    owned = OperatorPlan(owners=operator.owners, gathers=operator.gathers) if operator and operator.owners else None
+    steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
     return Plan(
         model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,
         phase_order=plan.phase_order,

@@ -22,6 +22,7 @@ from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WARM_UP_STEPS, P
 from planner.online.probes import PASSES, Costs, Curve, Probes, Times, costs_of, pieces_of
 from planner.profile.bench import fit
 from planner.profile.compute import RankTimes, busy_times_us, rank_times
+from planner.profile.operator_times import operators_of_run
 from planner.profile.request import ALL_REDUCE
 from runtime.monitor.drift import bucket_times, complete
 from runtime.plan import Plan
@@ -221,6 +222,7 @@ def make_profile(session: Session, ranks: Sequence[RankSample], costs: Costs, co
     if contention is not None:
         times = [without_contention(one.times, one.busy_us, contention) for one in ranks]
     found = profile_of_run(session, None, times, (costs.all_reduce, costs.all_reduce))
+    found = replace(found, compute=replace(found.compute, operator=operators_of_run(session)))
     assert found.cluster is not None
     return replace(found, cluster=replace(with_costs(found.cluster, costs), contention=contention))
 

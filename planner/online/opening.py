@@ -152,6 +152,8 @@ def warn_unused(error: Exception) -> None:
 
 
 def _class_name(optimizer: object) -> str:
-    """Return the class of an optimizer, after that of what wraps it."""
+    """Return the class of an optimizer, after that of what wraps it; of several those of all."""
+    if isinstance(optimizer, Sequence):
+        return ", ".join(map(_class_name, optimizer))
     kinds = [type(one) for one in (optimizer, inner_optimizer(optimizer))]
     return " of ".join(dict.fromkeys(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))

@@ -7,7 +7,7 @@ with it, the best found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -58,4 +58,4 @@ class Merge(Pass):
 def boundaries(schedule: Schedule, transport: Transport = LIBRARY) -> tuple[int, ...] | None:
     """Return the boundaries of buckets; None unless these are runs of consecutive gradients, all of one transport."""
     stops = schedule.stops
-    return stops if replace(schedule, norms=None) == Schedule.from_boundaries(stops, transport) else None
+    return stops if schedule.with_update_of(None) == Schedule.from_boundaries(stops, transport) else None

@@ -1,5 +1,5 @@
-"""Sharding the update: norms of layers (parallel tensor operator; CommLib, Shi et al., MLSys 2021, Sec.
-4.2), or the whole step, each updating its part of the weights (as ZeRO-1; Rajbhandari et al., SC 2020).
+"""Sharding the update: norms of layers and operators of matrices (parallel tensor operator; CommLib, Shi et al., MLSys
+2021, Sec. 4.2), or the whole step, each updating its part of the weights (as ZeRO-1; Rajbhandari et al., SC 2020).
 
 Legal for exact plans: a layer's norms are the same bits whoever computes them, and an optimizer that treats every
 element by itself gives the same weights whoever updates them. Asks for the measured time of each layer's norms, the
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from planner.ir import Schedule, Synchronous
+from planner.ir import OperatorShares, Schedule, Synchronous
 from planner.model.modes import best_of, step_us
 from planner.model.modes.sharded import (
     Sharded,
@@ -35,6 +35,7 @@ from planner.passes.delay import push_bucketings
 from planner.passes.merge import boundaries
 from planner.passes.select import select
 from planner.search.merge import MergeProblem, merge_exact
+from planner.search.owners import best_owners
 from planner.search.partition import partition_of
 
 METHODS = ("cpsat", "lpt")
@@ -64,7 +65,7 @@ class ShardUpdates(Pass):
         whole = schedule.unshared
         if whole.mode != Synchronous():  # ranks update by themselves
             return Candidate(schedule=whole)
-        replicated = replace(whole, norms=self._norm_owners(problem))
+        replicated = replace(whole, norms=self._norm_owners(problem), operators=self._operator_shares(problem))
         candidates = [Candidate(schedule=replicated, memory_bytes=replicated_bytes(problem))]
         if (sharded := self.sharded(whole, problem)) is not None:
             candidates.append(sharded)
@@ -77,6 +78,11 @@ class ShardUpdates(Pass):
             return None
         owners = partition_of(problem, self.method).owners
         return owners if shared_us(problem, owners) < replicated_us(problem) else None
+
+    def _operator_shares(self, problem: Problem) -> OperatorShares | None:
+        """Return the owners of operators; None if every rank computes all, as sharing them does not pay."""
+        found = best_owners(problem)
+        return None if found is None else found.shares
 
     def sharded(self, schedule: Schedule, problem: Problem) -> Candidate | None:
         """Return the best buckets for a sharded step; None where the step cannot be sharded, or may not.

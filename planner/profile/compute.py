@@ -30,6 +30,7 @@ from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
+from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
 from runtime.plan.transports import LIBRARY, Transport
@@ -67,7 +68,7 @@ class Training:
 
     model: nn.Module
     step: Step
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizers | None = None
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -181,9 +182,9 @@ class StepRunner:
             raise InputError(
                 "the step gave no trainable parameter a gradient; expected one forward and backward of the model"
             )
-        if self._training.optimizer is not None:
+        for optimizer in each_of(self._training.optimizer):
             try:
-                self._training.optimizer.step()
+                optimizer.step()
             except (TypeError, ValueError, RuntimeError) as error:
                 raise InputError(
                     f"optimizer.step() raised {type(error).__name__}: {error}; expected a step without arguments"

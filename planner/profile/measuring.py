@@ -27,6 +27,7 @@ from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import Limits, LinkTimes, measure_apart, measure_links, parts_of
 from planner.profile.norms import measure_norms
+from planner.profile.operator_times import measure_operators, with_operator
 from planner.profile.request import (
     ALL_GATHER,
     APART,
@@ -35,6 +36,7 @@ from planner.profile.request import (
     FLAT,
     LAYERS,
     NORMS,
+    OPERATORS,
     SELECTION,
     Phases,
     Request,
@@ -43,10 +45,12 @@ from planner.profile.request import (
 )
 from planner.profile.selection import measure_encoding, measure_low_rank, measure_selection
 from planner.testbed.hosts import emulation_here
+from runtime.checks.optimizer import names_of
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwise
+from runtime.optimizers.kinds import ADAPTIVE, each_of, find_missing, find_not_elementwise
+from runtime.optimizers.units import coarsest_unit
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
@@ -73,9 +77,11 @@ class Measuring:
             bench.world.ranks,
             two_links=self._parts is not None,
             halves=optimizer is not None and bool(optimizer.elementwise and optimizer.holds_all),
-            norms=isinstance(training.optimizer, LayerwiseOptimizer),
+            norms=any(isinstance(one, LayerwiseOptimizer) for one in each_of(training.optimizer)),
             known=request.add_to.cluster if request.add_to else None,
         )
+        if with_operator(training.optimizer) is not None:
+            mine = mine.with_operator(bench.world.ranks)
         self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
         self._phases = Phases(self._wanted.phases, request.budget_s, first=bench.world.rank == 0)
         if not self._wanted.phases:
@@ -93,6 +99,9 @@ class Measuring:
         if self._wanted.norms:
             phases.begin(NORMS, world)
             compute = replace(compute, norms=measure_norms(training, bench, compute))
+        if self._wanted.operator:
+            phases.begin(OPERATORS, world)
+            compute = replace(compute, operator=measure_operators(training, bench, compute))
         return Profile(
             model=ModelReference(name=name, fingerprint=model_fingerprint(training.model)),
             world=described,
@@ -197,15 +206,16 @@ class Measuring:
 
 
 def _describe(training: Training) -> OptimizerProfile | None:
-    optimizer = training.optimizer
-    if optimizer is None:
+    optimizers = each_of(training.optimizer)
+    if not optimizers:
         return None
     return OptimizerProfile(
-        name=type(optimizer).__name__,
-        adaptive=isinstance(optimizer, ADAPTIVE),
-        elementwise=find_not_elementwise(optimizer) is None,
-        holds_all=find_missing(optimizer, training.parameters) is None,
-        state_bytes=state_bytes(optimizer.state),
+        name=names_of(optimizers),
+        adaptive=any(isinstance(one, ADAPTIVE) for one in optimizers),
+        elementwise=all(find_not_elementwise(one) is None for one in optimizers),
+        unit=coarsest_unit(optimizers),
+        holds_all=find_missing(optimizers, training.parameters) is None,
+        state_bytes=sum(state_bytes(one.state) for one in optimizers),
     )
 
 

@@ -16,6 +16,7 @@ from planner.documents.profile import ComputeProfile, LayerNorm, NormProfile
 from planner.profile.bench import Bench, Run, median_of_slowest
 from planner.profile.compute import Training
 from runtime.optimizers import LayerwiseOptimizer
+from runtime.optimizers.kinds import each_of
 from runtime.optimizers.norms import Pair, norm_dtype, pair_norms
 
 WARM_UPS, REPEATS = 1, 9
@@ -23,8 +24,9 @@ WARM_UPS, REPEATS = 1, 9
 
 def measure_norms(training: Training, bench: Bench, compute: ComputeProfile) -> NormProfile | None:
     """Time the norms of the adapted layers that got a gradient, the same on all ranks; None if there are none."""
-    optimizer, parameters = training.optimizer, training.parameters
-    if not isinstance(optimizer, LayerwiseOptimizer):
+    parameters = training.parameters
+    optimizer = next((one for one in each_of(training.optimizer) if isinstance(one, LayerwiseOptimizer)), None)
+    if optimizer is None:
         return None
     adapted = {id(layer) for layer in optimizer.adapted()}
     layers = {g.name: parameters[g.name] for g in compute.gradients if id(parameters[g.name]) in adapted}

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 from planner.documents.profile import Cluster, Profile, load_profile
@@ -38,6 +38,7 @@ NARROW_SUMS = (TWO_SHOT.algorithm, NATIVE.algorithm)
 REPEATS = "steps again, where they differ much"
 LAYERS = "layers of the model"
 NORMS = "norms of layers"
+OPERATORS = "operators of matrices"
 FLAT = "collectives over all ranks"
 APART = "collectives inside nodes and between them"
 CONTENTION = "steps beside messages"
@@ -115,6 +116,7 @@ class Wanted:
     step: bool = True
     """The step itself and its layers."""
     norms: bool = False
+    operator: bool = False
     flat: tuple[str, ...] = ()
     """Collectives over all ranks."""
     inside: tuple[str, ...] = ()
@@ -164,6 +166,11 @@ class Wanted:
             delay=relaxed and (known is None or known.local_update is None),
         )
 
+    def with_operator(self, ranks: int) -> Wanted:
+        """Return what plans need where the optimizer has an operator without state: its times, and gathers' times."""
+        gathers = (ALL_GATHER,) if self.step and ranks > 1 and ALL_GATHER not in self.flat else ()
+        return replace(self, operator=self.step, flat=(*self.flat, *gathers))
+
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases in their order."""
@@ -171,6 +178,7 @@ class Wanted:
         phases = [
             (self.step, REPEATS, 15.0),
             (self.norms, NORMS, 3.0),
+            (self.operator, OPERATORS, 5.0),
             (flat, FLAT, CURVE_S * flat),
             (apart, APART, CURVE_S * apart),
             (self.step, LAYERS, 8.0),

@@ -19,11 +19,13 @@ from planner.profile.compute import Training
 from planner.profile.measuring import Measuring, count_nodes, now
 from planner.profile.request import BUDGET_S, Request, heard
 from planner.testbed.hosts import emulation_here
+from runtime.checks.optimizer import check_steps
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World, bounded_timeout_s
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
+from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.plan import Accuracy
 from runtime.session.attaching import STEPS_PER_DEADLINE
 from runtime.torch_compat import is_wrapped
@@ -40,7 +42,7 @@ SLOWEST_BYTES_PER_S = 10e6
 def profile_step(
     model: nn.Module,
     step: Callable[[], object],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     process_group: dist.ProcessGroup | None = None,
     *,
     accuracy: Accuracy = "exact",
@@ -56,7 +58,8 @@ def profile_step(
     Args:
         model: the bare module that `step` trains.
         step: runs one forward and backward; may be called some dozens of times. Every rank calls `profile_step`.
-        optimizer: its `step()` is timed where given; otherwise the update counts as free.
+        optimizer: its `step()` is timed where given, or those of several, one after the other; otherwise the update
+            counts as free.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         accuracy: the riskiest class of plans that are to be decided from it: `bounded` also measures gathers and the
             costs of selecting elements, `relaxed` also those of delayed updates.
@@ -73,6 +76,7 @@ def profile_step(
             model or of other ranks; the class or the budget is none.
         EnvironmentFailure: a rank died or missed a deadline.
     """
+    check_steps(optimizer, "pass the model's optimizer")
     base = load_profile(add_to) if isinstance(add_to, str | Path) else add_to
     request = Request(accuracy=accuracy, add_to=base, budget_s=budget_s)
     return measure(Training(model, lambda _: step(), optimizer), request, process_group, timeout_s=timeout_s)
@@ -137,7 +141,7 @@ def measure(
         wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
         refuse_alike(world.gather(wrong, "comparing profiles"))
         measuring = Measuring(training, Bench(world, device, progress or Progress()), nodes, request)
-        with preserved(model, training.optimizer):
+        with preserved(model, each_of(training.optimizer)):
             found = request.add_to or measuring.step(name or type(model).__name__, described)
             with _with_measured_timeout(world, found.compute, process_group, timeout_s) as hurried:
                 measuring.links(hurried, found.compute)

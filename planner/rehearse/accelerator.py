@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from planner.documents.profile import ComputeProfile
 from planner.jobs.job import TrainingJob
+from planner.rehearse.matrices import WaitingMatrices, split_named
 from runtime.errors import InputError
 
 T = TypeVar("T")
@@ -134,6 +135,9 @@ class AcceleratedModel(nn.Module):
         super().__init__()
         self.device = Accelerator(dilate)
         self._forward_us, self._update_us = compute.forward_us, compute.update_us
+        if compute.operator is not None:  # which the optimizer waits for itself
+            of_all_us = sum(shape.operator_us * len(shape.parameters) for shape in compute.operator.shapes)
+            self._update_us = max(0.0, self._update_us - of_all_us)
         generator = torch.Generator().manual_seed(SEED + 1 + rank)
         self._layers: list[_OfLayer] = []
         self._parts: list[tuple[nn.Module, list[_OfLayer]]] = []
@@ -183,12 +187,16 @@ class AcceleratedModel(nn.Module):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's steps take the profile's time; a rank that updates a part, its part of it."""
 
+        waits = isinstance(optimizer, WaitingMatrices)
+
         def begin(*_: Any) -> None:
             self.device.synchronize()
 
         # The updated part is known after it: of a sharded step each rank has its parts in the optimizer.
         def end(*_: Any) -> None:
             updated = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            if waits:  # results may have been waited for
+                self.device.synchronize()
             self.device.run_since_met(self._update_us * updated / max(1, self._numel))
 
         optimizer.register_step_pre_hook(begin)
@@ -229,13 +237,17 @@ def make_job(compute: ComputeProfile, rank: int, dilate: float = 1.0, fused: boo
     # A profile without an update's time gets the update that takes the least.
     momentum = 0.9 if compute.update_us > 0.0 else 0.0
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer
-        if adaptive:
-            made = torch.optim.AdamW(parameters, lr=1e-4, fused=fused)
-        else:
-            made = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum, fused=fused)
-        model.update(made)
+    def optimizer(named: Any) -> list[torch.optim.Optimizer]:
+        matrices, others = split_named(compute.operator, list(named))
+        made: list[torch.optim.Optimizer] = []
+        if matrices and compute.operator is not None:
+            made.append(WaitingMatrices(model.device, compute.operator, matrices))
+        if others and adaptive:
+            made.append(torch.optim.AdamW(others, lr=1e-4, fused=fused))
+        elif others:
+            made.append(torch.optim.SGD(others, lr=1e-2, momentum=momentum, fused=fused))
+        for one in made:
+            model.update(one)
         return made
 
     return TrainingJob(

@@ -269,4 +269,10 @@ def _as_rehearsed(profile: Profile) -> Profile:
     gradients = tuple(replace(gradient, matrix=None) for gradient in compute.gradients)
     if not any("." in gradient.name for gradient in gradients):
         gradients = tuple(replace(gradient, name=f"{gradient.name}.weight") for gradient in gradients)
+        if (operator := compute.operator) is not None:
+            shapes = tuple(
+                replace(shape, parameters=tuple(f"{name}.weight" for name in shape.parameters))
+                for shape in operator.shapes
+            )
+            compute = replace(compute, operator=replace(operator, shapes=shapes))
     return replace(profile, compute=replace(compute, gradients=gradients, optimizer=compute.optimizer or PLAIN_SGD))

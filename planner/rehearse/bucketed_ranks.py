@@ -21,7 +21,7 @@ from planner.documents.profile import Cluster, Line, Profile, SelectionLine
 from planner.documents.speeds import on_rank, on_slowest
 from planner.emit.read_back import schedule_of
 from planner.ir import ACCURACIES
-from planner.jobs.training import SEED, BuiltJob
+from planner.jobs.training import SEED, BuiltJob, make_optimizer
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
 from planner.profile.bench import Bench
@@ -37,6 +37,7 @@ from planner.rehearse.ranks import SWEEP, WARM_UP_STEPS, Blocks, Decided, Rehear
 from planner.rehearse.scale import Scale, links_of, scaled_plan
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.topology import node_name
+from runtime.optimizers.kinds import Optimizers
 from runtime.plan import Plan
 from runtime.plan.interfaces import SHARDED_STEP, granted
 from runtime.session.session import Session
@@ -72,8 +73,8 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         job = make_job(self._compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         self._model = job.model
-        made = job.optimizer(job.model.parameters())
-        self._built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=ranks.CPU)
+        name = f"rehearsal of {asked.name}"
+        self._built = BuiltJob(spec=name, job=job, optimizer=make_optimizer(job, name), device=ranks.CPU)
 
     @staticmethod
     def most_dilate(asked: AskedPlan, left_s: float) -> float:
@@ -217,7 +218,7 @@ class RehearsalRunner(VariantRunner):
         late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
         self._late_us.setdefault(record.variant.name, []).append(late_us)
 
-    def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
+    def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
         """Attach a plan; selecting and unpacking are the accelerator's work, which begins with them."""
         session = super()._attach(optimizer, plan)
         self._hold_links()

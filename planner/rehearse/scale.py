@@ -7,12 +7,13 @@ machine's own costs then weigh less: a start-up D times less, a byte moved by a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from planner.cost import nccl
 from planner.cost.model import communication_cost
 from planner.documents.estimate import scale_compute, scale_units
-from planner.documents.profile import DTYPE_BYTES, Cluster, ComputeProfile, Gradient, Link, Profile
+from planner.documents.profile import DTYPE_BYTES, Cluster, ComputeProfile, Gradient, Link, OperatorProfile, Profile
 from planner.documents.units import Units
 from runtime.errors import InputError
 from runtime.plan import Plan
@@ -49,8 +50,22 @@ class Scale:
         """Return the profile as it is on the scaled cluster, without a cluster."""
         compute = scale_compute(profile.compute, self.dilate, self.dilate)
         gradients = tuple(replace(each, numel=self.numel(each.numel), spread_us=None) for each in compute.gradients)
-        compute = replace(compute, gradients=gradients, step_spread_us=None, intervals=None)
+        compute = replace(
+            compute, gradients=gradients, step_spread_us=None, intervals=None, operator=self._operator(compute.operator)
+        )
         return replace(profile, compute=compute, cluster=None)
+
+    def _operator(self, operator: OperatorProfile | None) -> OperatorProfile | None:
+        """Return an operator of shrunk parameters, which have one dimension."""
+        if operator is None:
+            return None
+        shapes = []
+        for shape in operator.shapes:
+            whole = prod(shape.shape)
+            numel = self.numel(whole)
+            size_bytes = round(numel * shape.result_bytes / whole)
+            shapes.append(replace(shape, shape=(numel,), result_bytes=size_bytes))
+        return replace(operator, shapes=tuple(shapes))
 
     def units(self, units: Units) -> Units:
         """Return a model's units as they are on the scaled cluster."""

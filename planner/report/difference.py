@@ -80,7 +80,8 @@ def _options(plan: Plan) -> Iterator[Mapping[str, Any]]:
     yield named | {"accuracy": plan.accuracy, "interface": plan.interface, "from_step": plan.from_step}
     records = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in _SHOWN_APART}
     updates = plan.updates
-    records |= {"updates.norms": updates and updates.norms, "updates.step": updates and updates.step}
+    of_update = ("norms", "operator", "step")
+    records |= {f"updates.{name}": updates and getattr(updates, name) for name in of_update}
     for prefix, record in records.items():
         yield {f"{prefix}.{name}": value for name, value in vars(record).items()} if record else {}
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from runtime.checks.backend import check_backend
 from runtime.checks.modes import asked_modes
-from runtime.checks.optimizer import check_optimizer, check_owner
+from runtime.checks.optimizer import check_optimizer, check_owners
 from runtime.checks.plan import (
     check_attached,
     check_buffers,
@@ -73,7 +73,7 @@ def check_attach(
 
     def reasons() -> Iterator[str | None]:
         yield check_attached(model, attached)
-        yield check_owner(model, optimizer)
+        yield check_owners(model, optimizer)
         if plan is not None:
             yield check_optimizer(plan, optimizer, facts.parameters)
         if scale is not None and not callable(scale):

@@ -8,16 +8,17 @@ so most of what has gathered is lost, and no residual shows it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from runtime.checks.modes import asked_modes
 from runtime.core.closures import DECIDE_BY_LOSS
-from runtime.errors import AccuracyCostWarning, AccuracyWarning
+from runtime.errors import AccuracyCostWarning, AccuracyWarning, InputError
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer
+from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer, inner_optimizers
+from runtime.optimizers.units import operator_of
 from runtime.pages import page
 from runtime.plan import Plan
 from runtime.plan.measured_accuracy import cost_line
@@ -25,10 +26,16 @@ from runtime.plan.measured_accuracy import cost_line
 
 def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> str | None:
     """Return why this optimizer, or wrapper of one, cannot train by the plan, or None."""
-    optimizer = inner_optimizer(given)
+    optimizers = inner_optimizers(given)
+    optimizer = optimizers[0] if len(optimizers) == 1 else None
     planned = {name: parameters[name] for name in plan.gradients if name in parameters}
     # The fallback, too: a run may continue with it.
     for mode in (asked_modes(one)[0] for one in (plan, plan.fallback) if one is not None):
+        if mode.owns_step is not None and len(optimizers) > 1:
+            return (
+                f"the plan {mode.owns_step}, but found {len(optimizers)} optimizers ({names_of(optimizers)}), expected "
+                f"one: put all parameters into one optimizer, or plan without"
+            )
         if mode.owns_step is not None and given is not optimizer:
             inside = "" if optimizer is None else f" around {type(optimizer).__name__}"
             return (
@@ -39,20 +46,83 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
         if (problem := mode.check_optimizer(optimizer, planned)) is not None:
             return problem
     shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
-    if shared and not isinstance(optimizer, LayerwiseOptimizer):
+    if shared and not any(isinstance(one, LayerwiseOptimizer) for one in optimizers):
         return (
             f"the plan shares norms of layers between ranks, but found "
-            f"{'no optimizer' if optimizer is None else type(optimizer).__name__}, which has none to share; expected "
+            f"{names_of(optimizers) or 'no optimizer'}, which has none to share; expected "
             f"runtime.optimizers.LARS or LAMB: use the optimizer that was profiled, or profile again"
         )
+    if (problem := _check_operator(plan, optimizers, planned)) is not None:
+        return problem
     lossy = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
-    if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):
+    by_loss = next((one for one in optimizers if isinstance(one, DECIDE_BY_LOSS)), None)
+    if lossy is None or by_loss is None:
         return None
     return (
-        f"bucket {lossy} sends only a part of its gradients, and {type(optimizer).__name__} compares gradients of "
+        f"bucket {lossy} sends only a part of its gradients, and {type(by_loss).__name__} compares gradients of "
         f"several backwards in each step, which then are of different parts; expected an exact plan: `planner "
         f"optimize` without --accuracy"
     )
+
+
+def _check_operator(
+    plan: Plan, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> str | None:
+    operator = plan.updates.operator if plan.updates is not None else None
+    if operator is None or not operator.owners:
+        return None
+    holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+    for name in operator.owners:
+        parameter = parameters.get(name)
+        holder = holders.get(id(parameter))
+        if parameter is None or (holder is not None and operator_of(holder) is not None):
+            continue
+        found = "no optimizer" if holder is None else type(holder).__name__
+        return (
+            f"the plan shares the operator of {name}, but found {found} for it, which has no operator without state; "
+            f'expected torch.optim.Muon, or a class with unit = "matrix" and operator(self, matrix, group): use the '
+            f"optimizer that was profiled, or profile again"
+        )
+    return None
+
+
+def names_of(optimizers: Iterable[object]) -> str:
+    """Return the classes of optimizers, as `Muon, AdamW`."""
+    return ", ".join(type(one).__name__ for one in optimizers)
+
+
+def check_steps(given: object, hint: str) -> None:
+    """Raise InputError, which ends with `hint`, unless `given` is None, has a `step`, or is a sequence of what has."""
+    if isinstance(given, Sequence) and not given:
+        raise InputError(f"optimizer: found an empty {type(given).__name__}, expected an optimizer, or None; {hint}")
+    several = isinstance(given, Sequence)
+    for one in given if isinstance(given, Sequence) else (given,):
+        if (one is None and not several) or callable(getattr(one, "step", None)):
+            continue
+        found = f"a {type(given).__name__} with a {type(one).__name__}" if several else f"a {type(one).__name__}"
+        raise InputError(f"optimizer: found {found}, expected a torch.optim.Optimizer; {hint}")
+
+
+def check_owners(model: nn.Module, given: object) -> str | None:
+    """Return why these optimizers (one, a sequence, or None) cannot be this model's: see `check_owner`; or None."""
+    if not isinstance(given, Sequence):
+        return check_owner(model, given)
+    holders: dict[int, int] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for position, one in enumerate(given):
+        if (problem := check_owner(model, one)) is not None:
+            return problem
+        for parameter in (
+            p for inner in inner_optimizers(one) for group in inner.param_groups for p in group["params"]
+        ):
+            before = holders.setdefault(id(parameter), position)
+            if before != position:
+                name = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+                return (
+                    f"optimizers: found {name} in two of them, {type(given[before]).__name__} at position {before} and "
+                    f"{type(one).__name__} at {position}; expected disjoint parameters: take it out of one"
+                )
+    return None
 
 
 def check_owner(model: nn.Module, given: object) -> str | None:
@@ -71,12 +141,13 @@ def check_owner(model: nn.Module, given: object) -> str | None:
     )
 
 
-def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+def warn_of_selection(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn where a plan whose cost was not measured selects elements for an optimizer that divides by their size."""
     if plan.accuracy_measured is not None:
         return
+    optimizer = next((one for one in optimizers if isinstance(one, ADAPTIVE)), None)
     selected = sum(bucket.transport.sparse for bucket in plan.buckets)
-    if selected and isinstance(optimizer, ADAPTIVE):
+    if selected and optimizer is not None:
         warnings.warn(
             f"{selected} of {len(plan.buckets)} buckets send selected elements, and {type(optimizer).__name__} divides "
             f"gradients by their own size, so that what was held back is mostly lost when it comes; expect a worse "

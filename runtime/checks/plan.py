@@ -261,13 +261,19 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
         return (
             f"the plan's from_step: found {plan.from_step} with {mode.what}, but {reason}; expected none: take it out"
         )
+    return _check_norms(parameters, plan, against, mode.what) or _check_operator(parameters, plan, against, mode.what)
+
+
+def _check_norms(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, against: Mapping[str, str], what: str
+) -> str | None:
     shares = plan.updates.norms.shares if plan.updates and plan.updates.norms else None
     if shares is None:
         return None
     where = "the plan's updates.norms.shares"
     if combinations.SHARED_NORMS in against:
         reason = against[combinations.SHARED_NORMS]
-        return f"{where}: found shares in a plan with {mode.what}, but {reason}; expected none: {HINT}"
+        return f"{where}: found shares in a plan with {what}, but {reason}; expected none: {HINT}"
     if len(shares) != plan.world.ranks:
         return f"{where}: found {len(shares)} for {plan.world.ranks} ranks; expected one for each: {HINT}"
     listed = [name for share in shares for name in share]
@@ -276,6 +282,42 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
         return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {HINT}"
     twice = next((name for name, times in Counter(listed).items() if times > 1), None)
     return None if twice is None else f"{where}: found {twice!r} twice; expected each parameter in one share: {HINT}"
+
+
+def _check_operator(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, against: Mapping[str, str], what: str
+) -> str | None:
+    operator = plan.updates.operator if plan.updates else None
+    if operator is None or not (operator.owners or operator.gathers):
+        return None
+    where, owners = "the plan's updates.operator", operator.owners or {}
+    if combinations.SHARED_OPERATOR in against:
+        reason = against[combinations.SHARED_OPERATOR]
+        return f"{where}.owners: found owners in a plan with {what}, but {reason}; expected none: {HINT}"
+    return check_owners(f"{where}.owners", owners, parameters, plan.world.ranks) or _check_gathers(
+        f"{where}.gathers", operator.messages if owners else operator.gathers or (), owners
+    )
+
+
+def check_owners(
+    where: str, owners: Mapping[str, int], parameters: Mapping[str, nn.Parameter], ranks: int
+) -> str | None:
+    """Return why these cannot be the owners of a model's parameters, or None; `where`: what they are in the plan."""
+    unknown = next((name for name in owners if name not in parameters), None)
+    if unknown is not None:
+        return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {HINT}"
+    odd = next((name for name, rank in owners.items() if not 0 <= rank < ranks), None)
+    if odd is None:
+        return None
+    return f"{where}: found rank {owners[odd]} for {odd!r}; expected ranks from 0 to {ranks - 1}: {HINT}"
+
+
+def _check_gathers(where: str, messages: Iterable[Iterable[str]], owners: Mapping[str, int]) -> str | None:
+    counts = Counter(name for message in messages for name in message)
+    odd = next((name for name in (*owners, *counts) if counts[name] != 1 or name not in owners), None)
+    if odd is None:
+        return None
+    return f"{where}: found {odd!r} {counts[odd]} times; expected each parameter with an owner once: {HINT}"
 
 
 def _check_form(bucket: PlanBucket) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,15 @@ class LossAveraging:
         """`device`: the parameters', for not every backend carries tensors of the host; `weights`: of the gradients."""
         self._world, self._device, self._weights = world, device, weights
 
-    def install(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
-        """Hook the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
-        if self._world.group is None or not isinstance(optimizer, DECIDE_BY_LOSS):
+    def install(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+        """Hook the optimizers' steps; returns the handles. Nothing to do for most optimizers or with one rank."""
+        if self._world.group is None:
             return []
-        return [optimizer.register_step_pre_hook(lambda _, *given: with_closures(self._averaged, *given))]
+        return [
+            optimizer.register_step_pre_hook(lambda _, *given: with_closures(self._averaged, *given))
+            for optimizer in optimizers
+            if isinstance(optimizer, DECIDE_BY_LOSS)
+        ]
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:

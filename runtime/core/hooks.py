@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -116,34 +117,35 @@ class ModulePreHook:
 
 
 class UpdateHooks:
-    """Are called right before and right after an optimizer's update: all hooks of the user's on the step, whenever they
-    were registered, run outside of them, as they do if the step is neither sharded nor delayed.
+    """Are called right before and right after the update of one of a model's optimizers: all hooks of the user's on the
+    step, whenever they were registered, run outside of them, as they do if the step is neither sharded nor delayed.
     """
 
     def __init__(
-        self, optimizer: Optimizer, begin: Callable[[Optimizer], None], before: Callable[..., Any],
+        self, optimizers: Sequence[Optimizer], begin: Callable[[Optimizer], None], before: Callable[..., Any],
         after: Callable[..., Any],
     ) -> None:  # fmt: skip
         """Register the hooks: `before` and `after` are torch's pre- and post-hooks of the step; `begin` is called
         before all hooks on it, also where a derived class's step calls its base class's, which has hooks, too; and,
-        with that one, when a step of another optimizer begins.
+        with that one, when a step of another optimizer than these begins.
         """
-        self._optimizer, self._begin = optimizer, begin
-        self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        self._begin = begin
+        self._handles = {
+            id(one): (one.register_step_pre_hook(before), one.register_step_post_hook(after)) for one in optimizers
+        }
         _update_hooks.add(self)
         _watch_updates()
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Become the last pre-hook and the first post-hook of this optimizer's step, which goes through neither yet."""
-        if optimizer is self._optimizer:
-            for handle, last in zip(self._handles, (True, False), strict=True):
-                hooks: Any = handle.hooks_dict_ref()  # an ordered dict
-                hooks.move_to_end(handle.id, last=last)
+        for handle, last in zip(self._handles.get(id(optimizer), ()), (True, False), strict=False):
+            hooks: Any = handle.hooks_dict_ref()  # an ordered dict
+            hooks.move_to_end(handle.id, last=last)
         self._begin(optimizer)
 
     def remove(self) -> None:
         _update_hooks.discard(self)
-        for handle in self._handles:
+        for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
 
 

@@ -1,10 +1,10 @@
-"""Leaves a model, its optimizer and the random generators as they were found, whatever was run in between."""
+"""Leaves a model, its optimizers and the random generators as they were found, whatever was run in between."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Restores, on leaving, parameters, buffers, `.grad`, training flags, optimizer state and generators.
+def preserved(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Iterator[None]:
+    """Restores, on leaving, parameters, buffers, `.grad`, training flags, state of the optimizers, and generators.
 
     Tensors keep their identity: values are copied back in place, and a tensor that a forward has put in place of a
     buffer leaves it. Costs one copy of the model and of the optimizer's state while it is open.
@@ -30,14 +30,16 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     gradient_values = [None if gradient is None else gradient.detach().clone() for _, gradient in gradients]
     training = [(module, module.training) for module in model.modules()]
     # Values are copied, parameters (the keys of the state, and the lists in the groups) are not.
-    state = (
-        {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
-        if optimizer is not None
-        else {}
-    )
-    groups = [
-        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
-        for group in (optimizer.param_groups if optimizer is not None else ())
+    saved = [
+        (
+            optimizer,
+            {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()},
+            [
+                {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+                for group in optimizer.param_groups
+            ],
+        )
+        for optimizer in optimizers
     ]
     drawn = generators()
     try:
@@ -54,10 +56,10 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
                 parameter.grad = gradient
         for module, flag in training:
             module.training = flag
-        if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
+        for one, state, groups in saved:
+            one.state.clear()
+            one.state.update(state)
+            for group, options in zip(one.param_groups, groups, strict=True):
                 group.clear()
                 group.update(options)
         restore_generators(drawn)

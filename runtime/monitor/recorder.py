@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -76,11 +76,11 @@ class Recorder:
         self._now.forward, self._now.forward_end, self._now.loss = before.forward, before.forward_end, before.loss
         self._now.micro_batches = before.micro_batches
 
-    def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
-        """Hook forward and the optimizer's step; yield the handles."""
+    def observe(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+        """Hook forward and the optimizers' steps, which are one update; yield the handles."""
         yield hook_before_forward(model, ModuleHook(self._before_forward))
         yield hook_after_forward(model, ModuleHook(self._after_forward))
-        if optimizer is not None:
+        for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(self._before_update)
             yield optimizer.register_step_post_hook(self._after_update)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from runtime.optimizers.lamb import LAMB
 from runtime.optimizers.layerwise import LayerwiseOptimizer
+from runtime.optimizers.units import BY_MATRIX, kind_name, unit_of
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
@@ -28,24 +29,32 @@ def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     return None
 
 
-def find_missing(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return the name of a parameter that is in none of the optimizer's groups, or None."""
-    groups = [] if optimizer is None else optimizer.param_groups
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer, or several of one model with disjoint parameters."""
+
+
+def each_of(given: Optimizers | None) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of a model one by one, as they were given; none of None."""
+    return tuple(given) if isinstance(given, Sequence) else () if given is None else (given,)
+
+
+def inner_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the inner optimizer of one object, or of each of a sequence, in order; none of None."""
+    found = map(inner_optimizer, given if isinstance(given, Sequence) else (given,))
+    return tuple(one for one in found if one is not None)
+
+
+def find_missing(given: Optimizers | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Return the name of a parameter that is in no group of the optimizer, or of several, or None."""
+    groups = [group for one in each_of(given) for group in one.param_groups]
     known = {id(parameter) for group in groups for parameter in group["params"]}
     return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
 
-
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
-"""Elementwise optimizers of torch. Derived ones may not be; other classes declare it with `elementwise = True`."""
 
 _WHY_NOT: tuple[tuple[type[torch.optim.Optimizer], str], ...] = (
     (LayerwiseOptimizer, "scales the step of each layer by norms of the whole layer"),
     (torch.optim.LBFGS, "compares whole gradients of several backwards"),
     (torch.optim.Adafactor, "keeps sums over rows and columns of whole matrices"),
-    (torch.optim.Muon, "orthogonalizes whole matrices"),
     (torch.optim.SparseAdam, "takes sparse gradients"),
 )
 
@@ -58,7 +67,12 @@ def find_not_elementwise(optimizer: torch.optim.Optimizer | None) -> str | None:
     for kind, why in _WHY_NOT:
         if isinstance(optimizer, kind):
             return f"{name}, which {why}"
-    if type(optimizer) not in ELEMENTWISE and getattr(type(optimizer), "elementwise", False) is not True:
+    unit = unit_of(optimizer)
+    if unit == "matrix":
+        return (
+            f"{name}, which {BY_MATRIX.get(kind_name(optimizer), 'declares whole parameters as the unit of its work')}"
+        )
+    if unit is None:
         return f"{name}, of which this version does not know that it treats every element by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} with differentiable=True, whose step is a part of a graph"

@@ -160,7 +160,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._norms.share(None)
             return
         dtype = norm_dtype(self.adapted())
-        split = Split(world, [owners[layer] for layer in layers], (2,), dtype, layers[0].device)
+        split = Split(world, [owners[layer] for layer in layers], [(2,)] * len(layers), dtype, layers[0].device)
         self._norms.share(split, layers)
 
     def stop_sharing(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,17 +38,17 @@ class NormReport:
 
 
 class PlannedNorms:
-    """Keeps the norms of one session's optimizer to its plans; optimizers without norms are left alone."""
+    """Keeps the norms of a session's first optimizer that has any to its plans; others are left alone."""
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         parameters: Mapping[str, nn.Parameter],
         world: World,
         clock: Clock,
     ) -> None:
         """Follow no plan yet; `parameters`: by canonical name."""
-        self._optimizer = optimizer if isinstance(optimizer, LayerwiseOptimizer) else None
+        self._optimizer = next((one for one in optimizers if isinstance(one, LayerwiseOptimizer)), None)
         self._parameters, self._world, self._clock = parameters, world, clock
         self._planned: NormPlan | None = None
         self._decided = False

@@ -27,62 +27,84 @@ from runtime.torch_compat import all_gather_single, wait_for
 
 Item = TypeVar("Item")
 
-Operation = Callable[[list[Item]], Tensor]
-"""Function of some of the items, in their order, with one row for each, which depends on its own item alone."""
+Operation = Callable[[list[Item]], Tensor | Sequence[Tensor]]
+"""Function of some of the items, in their order, with one row or one tensor for each, which depends on its own item
+alone."""
 
 WHAT = "the exchange of what a parallel tensor operation computed"
 
 
 class Split:
-    """The rank that computes each item's result, and a result's shape and dtype; the same on all ranks."""
+    """The rank that computes each item's result, and the results' shapes and dtype; the same on all ranks."""
 
     def __init__(
-        self, world: World, owners: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`owners`: by item, the rank that computes it; raises InputError for none. `shape`: of one result."""
+        self, world: World, owners: Sequence[int], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """`owners`: by item, the rank that computes it; raises InputError for none. `shapes`: of each result."""
         odd = next((owner for owner in owners if not 0 <= owner < world.ranks), None)
         if odd is not None:
             raise InputError(f"owners: found rank {odd}, expected ranks from 0 to {world.ranks - 1}; correct them")
-        self.world, self.owners, self.shape, self.dtype, self.device = world, tuple(owners), shape, dtype, device
+        self.world, self.owners, self.shapes = world, tuple(owners), tuple(shapes)
+        self.dtype, self.device = dtype, device
         self.mine = tuple(item for item, owner in enumerate(owners) if owner == world.rank)
-        counts = [0] * world.ranks
-        places = []
-        for owner in owners:
-            places.append(counts[owner])
-            counts[owner] += 1
-        self.rows = max(counts)
-        """Results that each rank sends: as many as the most that one of them has."""
-        where = [owner * self.rows + place for owner, place in zip(owners, places, strict=True)]
-        self.where = torch.tensor(where, dtype=torch.long, device=device)
-        """Place of each item's result among those of all ranks, one rank's after the other's."""
+        held = [0] * world.ranks
+        begins = []
+        for owner, shape in zip(owners, shapes, strict=True):
+            begins.append(held[owner])
+            held[owner] += prod(shape)
+        self.elements = max(held)
+        """Elements that each rank sends: as many as the most that one of them has."""
+        self.begins = tuple(owner * self.elements + begin for owner, begin in zip(owners, begins, strict=True))
+        """First element of each item's result among those of all ranks, one rank's after the other's."""
+        alike = prod(shapes[0]) if len(set(shapes)) == 1 else 0
+        self.rows = torch.tensor([begin // alike for begin in self.begins], device=device) if alike else None
+        """Row of each result among those of all ranks, where all have one shape; None where they do not."""
 
     @property
     def message_bytes(self) -> int:
         """Size of the message that all ranks gather."""
-        return self.world.ranks * self.rows * prod(self.shape) * self.dtype.itemsize
+        return self.world.ranks * self.elements * self.dtype.itemsize
 
     def start(self, operation: Operation[Item], items: Sequence[Item]) -> Pending:
-        """Compute this rank's share and send it. Raises InputError for rows of another number, shape or dtype."""
-        own = torch.zeros((self.rows, *self.shape), dtype=self.dtype, device=self.device)
+        """Compute this rank's share and send it. Raises InputError for results of another number, shape or dtype."""
+        own = torch.zeros(self.elements, dtype=self.dtype, device=self.device)
         if self.mine:
             results: Any = operation([items[item] for item in self.mine])
-            expected = (len(self.mine), *self.shape)
-            found = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
-            if found != expected or results.dtype != self.dtype or results.device != self.device:
-                found = f"{found}, {results.dtype} on {results.device}" if isinstance(results, Tensor) else found
-                raise InputError(
-                    f"the operation returned {found}, expected a tensor with one row for each item, {expected}, "
-                    f"{self.dtype} on {self.device}; stack the results, or say their shape and dtype"
-                )
-            own[: len(self.mine)].copy_(results)
+            self._check(results)
+            begin = 0
+            for result, item in zip(results, self.mine, strict=True):
+                numel = prod(self.shapes[item])
+                own[begin : begin + numel].view(self.shapes[item]).copy_(result)
+                begin += numel
         group = self.world.group
-        if group is None or not self.rows:
+        if group is None or not self.elements:
             return Pending(self, own, None)
-        gathered = own.new_empty((self.world.ranks * self.rows, *self.shape))
+        gathered = own.new_empty(self.world.ranks * self.elements)
         with self.world.error_context(WHAT):
             # As bytes: backends know few dtypes.
-            to, of = gathered.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)
+            to, of = gathered.view(torch.uint8), own.view(torch.uint8)
             return Pending(self, gathered, all_gather_single(to, of, group=group, async_op=True))
+
+    def _check(self, results: Any) -> None:
+        shapes = [self.shapes[item] for item in self.mine]
+        rows = isinstance(results, Tensor)
+        if rows and len(set(shapes)) == 1 and tuple(results.shape) == (len(shapes), *shapes[0]):
+            found = [results]
+        else:
+            found = list(results) if isinstance(results, Sequence) else []
+            if [tuple(one.shape) for one in found if isinstance(one, Tensor)] != shapes:
+                found = []
+        if found and all(one.dtype == self.dtype and one.device == self.device for one in found):
+            return
+        described = f"{tuple(results.shape)}, {results.dtype} on {results.device}" if rows else type(results).__name__
+        expected = f"a tensor with one row for each item, {(len(shapes), *shapes[0])}"
+        if len(set(shapes)) > 1:
+            expected = f"a tensor for each item, {shapes}"
+        raise InputError(
+            f"the operation returned {described}, expected {expected}, {self.dtype} on {self.device}; stack the "
+            f"results, or say their shape and dtype"
+        )
 
 
 class Pending:
@@ -92,9 +114,22 @@ class Pending:
         self._split, self._gathered, self._work = split, gathered, work
 
     def wait(self) -> Tensor:
-        """Return the results of all items, one row each; on CUDA the current stream waits, not the host. Raises
-        CommunicationError.
+        """Return the results of all items, which have one shape, one row each; on CUDA the current stream waits, not
+        the host. Raises CommunicationError.
         """
+        self._complete()
+        rows = self._split.rows
+        if rows is None:
+            return self._gathered.new_empty((0, *self._split.shapes[0])) if self._split.shapes else self._gathered
+        return self._gathered.view(-1, *self._split.shapes[0]).index_select(0, rows)
+
+    def wait_each(self) -> list[Tensor]:
+        """Return the result of each item, as views of one memory; otherwise as `wait`."""
+        self._complete()
+        places = zip(self._split.begins, self._split.shapes, strict=True)
+        return [self._gathered[begin : begin + prod(shape)].view(shape) for begin, shape in places]
+
+    def _complete(self) -> None:
         world = self._split.world
         if self._work is not None:
             with world.error_context(WHAT):
@@ -103,7 +138,6 @@ class Pending:
                 else:
                     wait_for(self._work, timedelta(seconds=world.timeout_s + GRACE_S))
             self._work = None
-        return self._gathered.index_select(0, self._split.where)
 
 
 def parallel_tensor_op(
@@ -150,7 +184,7 @@ def parallel_tensor_op(
         raise InputError(f"owners: found {len(owners)} for {len(sizes)} tensors, expected one for each; correct them")
     split_over = tuple(longest_first(sizes, world.ranks) if owners is None else owners)
     device = next((tensor.device for item in tensors for tensor in _tensors(item)), torch.device("cpu"))
-    split = Split(world, split_over, shape, dtype, device)
+    split = Split(world, split_over, [shape] * len(sizes), dtype, device)
     _agree(world, (tuple(sizes), split_over, shape, str(dtype)))
     return split.start(op, tensors)
 

@@ -12,6 +12,7 @@ from runtime.plan.document import (
     LocalAsyncSpec,
     ModelReference,
     NormPlan,
+    OperatorPlan,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -28,6 +29,7 @@ from runtime.plan.fully_sharded import FullyShardPlan
 
 __all__ = [
     "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
-    "LocalAsyncSpec", "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
-    "blocks_problem", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
+    "LocalAsyncSpec", "ModelReference", "NormPlan", "OperatorPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan",
+    "UpdatePlan", "blocks_problem", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan",
+    "parse_plan",
 ]  # fmt: skip

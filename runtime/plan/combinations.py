@@ -11,8 +11,9 @@ from runtime.plan.transports import Transport
 
 SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
 
-TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, FROM_STEP, SHARED_NORMS, SOLVER = (
-    "topology", "selection", "layer_selection", "wire", "low_rank", "from_step", "shared_norms", "solver"
+TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, FROM_STEP, SHARED_NORMS, SHARED_OPERATOR, SOLVER = (
+    "topology", "selection", "layer_selection", "wire", "low_rank", "from_step", "shared_norms", "shared_operator",
+    "solver",
 )  # fmt: skip
 
 FEATURES: Mapping[str, str] = {
@@ -23,6 +24,7 @@ FEATURES: Mapping[str, str] = {
     LOW_RANK: "low-rank buckets (PowerSGD)",
     FROM_STEP: "exact first steps (`from_step`)",
     SHARED_NORMS: "distributed layer norms (LARS, LAMB)",
+    SHARED_OPERATOR: "distributed operators (Muon)",
     SOLVER: "a CP-SAT certificate of an exact schedule (`--solver cpsat`)",
 }
 
@@ -35,6 +37,7 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
             (*_ONLY_DENSE, FROM_STEP), "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"
         ),
         SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step (ZeRO-1) each rank has a part",
+        SHARED_OPERATOR: "operators need whole matrices, and with the sharded step (ZeRO-1) each rank has a part",
         SOLVER: "the constraint program models all-reduces, not the sharded optimizer step "
         "(leave out --allow sharded-step)",
     },
@@ -43,11 +46,13 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
         LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts do not follow layers",
         FROM_STEP: "delay has warmup_steps",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
+        SHARED_OPERATOR: "delay needs torch.optim.SGD, which has no operator",
         SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {
         **dict.fromkeys((*_ONLY_DENSE, FROM_STEP), "models are averaged uncompressed"),
         SHARED_NORMS: "each local updater computes all norms itself",
+        SHARED_OPERATOR: "each local updater computes all operators itself",
         SOLVER: "the constraint program models synchronous steps",
     },
 }

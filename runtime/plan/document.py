@@ -229,10 +229,45 @@ class StepPlan(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperatorPlan(Record):
+    """The stateless operator of a matrix optimizer (Muon's Newton–Schulz): whether owners compute it, and what was
+    predicted."""
+
+    owners: dict[Name, Count] | None = None
+    """Rank that computes the operator of each parameter for all; every rank computes those of others. None: every rank
+    computes all of them."""
+    gathers: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Parameters of each message, in launch order; each rank computes its own of one message, sends them, and then
+    computes those of the next. Those of `owners` once each; None: one message with all of them."""
+    replicated_us: PredictedUs | None = None
+    """The update if each rank computes all operators."""
+    shared_us: PredictedUs | None = None
+    """The update with these owners and messages."""
+    gather_us: PredictedUs | None = None
+    """Time of the messages alone."""
+    message_bytes: Count | None = None
+    bound_us: PredictedUs | None = None
+    """No choice of owners and messages makes the update shorter."""
+    method: str | None = None
+
+    @property
+    def messages(self) -> tuple[tuple[str, ...], ...]:
+        """Return the parameters of each message; none where nothing is shared."""
+        if not self.owners:
+            return ()
+        return self.gathers or (tuple(self.owners),)
+
+    @property
+    def predicted_us(self) -> float | None:
+        return self.shared_us if self.owners else self.replicated_us
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdatePlan(Record):
     """Division of the optimizer's step among ranks."""
 
     norms: NormPlan | None = None
+    operator: OperatorPlan | None = None
     step: StepPlan | None = None
 
 

@@ -9,6 +9,7 @@ from runtime.plan.document import (
     CompressorSpec,
     ModelReference,
     NormPlan,
+    OperatorPlan,
     PhasePlan,
     Plan,
     PlanBucket,
@@ -83,6 +84,10 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
     updates = plan.updates
     norms = updates.norms if updates is not None else None
     shared = None if norms is None or norms.shares is None else NormPlan(shares=norms.shares)
+    operator = updates.operator if updates is not None else None
+    owned = None
+    if operator is not None and operator.owners:
+        owned = OperatorPlan(owners=dict(sorted(operator.owners.items())), gathers=operator.messages)
     step = None
     if updates is not None and updates.step is not None and updates.step.sharded:
         gathers = plan.gathers
@@ -93,4 +98,6 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
             gather="forward" if gathers is not None else None,
             gathers=None if gathers == usual else gathers,
         )
-    return None if shared is None and step is None else UpdatePlan(norms=shared, step=step)
+    if shared is None and owned is None and step is None:
+        return None
+    return UpdatePlan(norms=shared, operator=owned, step=step)

@@ -13,7 +13,7 @@ from torch import nn
 
 from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import check_steps, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan
 from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
@@ -22,7 +22,7 @@ from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.core.options import AttachOptions
 from runtime.errors import InputError, PlanMismatch
 from runtime.monitor.drift import warn_of_torch
-from runtime.optimizers.kinds import inner_optimizer
+from runtime.optimizers.kinds import inner_optimizers
 from runtime.plan import Plan, load_plan
 from runtime.session.session import Session, attached
 from runtime.version import __version__
@@ -38,7 +38,7 @@ STEPS_PER_DEADLINE = 20
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     plan: Plan | str | Path,
     process_group: dist.ProcessGroup | None = None,
     *,
@@ -58,7 +58,8 @@ def attach(
         optimizer: its optimizer, which may hold a part of its parameters, or others, too; its step is timed, and LBFGS
             is given the average of the ranks' losses. None is allowed for every other one, but not with a delay. Of an
             object with a `step` that holds one optimizer (a wrapper), that one counts; plans that do a part of the step
-            themselves (delay, a shared step) refuse it.
+            themselves (delay, a shared step) refuse it. Also several optimizers of disjoint parameters, as a sequence;
+            they may be stepped in any order, or skipped, alike on all ranks.
         plan: a plan, or the path of plan.json; the same on every rank.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
@@ -111,15 +112,16 @@ class PlanToMake:
 
 
 def attach_as(
-    kind: type[S], model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan | str | Path | PlanToMake,
-    options: AttachOptions,
+    kind: type[S], model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    plan: Plan | str | Path | PlanToMake, options: AttachOptions,
 ) -> S:  # fmt: skip
     """`attach` with a session of another kind."""
     hint = "call planner.attach(model, optimizer)"  # what a script gives, the same on every rank
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {hint}")
-    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
-        raise InputError(f"optimizer: found a {type(optimizer).__name__}, expected a torch.optim.Optimizer; {hint}")
+    check_steps(optimizer, hint)
+    if isinstance(optimizer, Sequence) and len(optimizer) == 1:
+        optimizer = optimizer[0]
     given: Plan | None = None
     problem = plan.problem if isinstance(plan, PlanToMake) else None
     try:  # what is wrong on this rank is reported to all ranks, so that none waits for this one
@@ -143,7 +145,7 @@ def attach_as(
         adapted = adapt(given, world, facts.parameters)
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
-            warn_of_selection(adapted, inner_optimizer(optimizer))
+            warn_of_selection(adapted, inner_optimizers(optimizer))
             if options.guard:
                 warn_of_cost(adapted)
         if options.drift and world.rank == 0:

@@ -20,6 +20,7 @@ from runtime.monitor.recorder import Recorder, StepMarks
 from runtime.monitor.step_report import GatherReport, StepReport
 from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
+from runtime.optimizers.planned_operators import OperatorReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
 from runtime.plan.last_ranks import MessageArrival, RankArrival
 from runtime.plan.measured import MeasuredStep
@@ -130,6 +131,8 @@ class Report:
     buckets: tuple[BucketReport, ...]
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
+    operators: OperatorReport | None = None
+    """A part of the update, of optimizers with a shared operator (Muon)."""
     step: StepReport | None = None
     arrivals: tuple[RankArrival, ...] = ()
     """Each rank at the messages, as ranks compared last; empty in the first steps, and where ranks do not wait."""
@@ -271,7 +274,8 @@ class Report:
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
-        lines += [f"  {part}" for part in (self.norms, self.step, self.accuracy) if part is not None]
+        parts = (self.norms, self.operators, self.step, self.accuracy)
+        lines += [f"  {part}" for part in parts if part is not None]
         if self.script_us > 0.0:
             lines.append(
                 f"  the script beside it (loading data, clipping, logging) {self.script_us / 1e3:.2f} ms: a step every "

@@ -38,8 +38,9 @@ from runtime.errors import FallbackWarning, InputError
 from runtime.modes.base import Mode
 from runtime.monitor.clock import make_clock
 from runtime.monitor.recorder import Recorder
-from runtime.optimizers.kinds import inner_optimizer
+from runtime.optimizers.kinds import inner_optimizers
 from runtime.optimizers.planned_norms import PlannedNorms
+from runtime.optimizers.planned_operators import PlannedOperators
 from runtime.plan import Plan, load_plan
 from runtime.plan.document import PhasePlan
 from runtime.session.monitor import Monitor
@@ -94,7 +95,7 @@ class SessionHost:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Optimizer of the model, without what wraps it."""
+        """Optimizer of the model, without what wraps it; None where there are several."""
         return self._session.optimizer
 
     @property
@@ -123,7 +124,9 @@ class Session:
     model: nn.Module
     """The model, which stays plain."""
     optimizer: torch.optim.Optimizer | None
-    """Optimizer of the model, without what wraps it."""
+    """Optimizer of the model, without what wraps it; None where there are several."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    """All optimizers of the model in the order of `attach`, without what wraps them."""
     step: int
     """Number of steps that have been exchanged, which is the number of the next one."""
 
@@ -133,7 +136,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         plan: Plan,
         world: World,
         options: AttachOptions,
@@ -141,7 +144,8 @@ class Session:
     ) -> None:
         """Use `attach`. `parameters` are those that ranks train together, by canonical name."""
         self.model, self._world, self._options = model, world, options
-        self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
+        self._given, self.optimizers = optimizer, inner_optimizers(optimizer)
+        self.optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
         self.step = 0
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
@@ -169,10 +173,12 @@ class Session:
         """The present one at last; before it those that have ended and have something left to do."""
         self._exchange: Exchange = self._mode.make_exchange()
         self._connect(self._exchange)
-        updated = self.optimizer if options.communicate else None
+        updated = self.optimizers if options.communicate else ()
         self._norms = PlannedNorms(updated, self._parameters, world, self._recorder.clock)
         self._norms.follow(plan)
-        if updated is not None and world.ranks > 1:
+        self._operators = PlannedOperators(updated, self._parameters, world, self._recorder.clock)
+        self._operators.follow(plan)
+        if updated and world.ranks > 1:
             self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
         self._buffers: BufferSync | None = None
@@ -182,9 +188,9 @@ class Session:
             self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
-        self._handles += self._recorder.observe(model, self.optimizer)
+        self._handles += self._recorder.observe(model, self.optimizers)
         if options.communicate:
-            self._handles += LossAveraging(world, self._device, self._weights).install(self.optimizer)
+            self._handles += LossAveraging(world, self._device, self._weights).install(self.optimizers)
         self._backward.install_exchange(self._exchange)
         self._handles += self._backward.install()
         if world.before_group:
@@ -230,18 +236,22 @@ class Session:
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         for mode in self._modes:
-            if optimizer is self.optimizer:
+            if any(optimizer is one for one in self.optimizers):
                 mode.hooks.begin_step()
             else:
                 mode.hooks.begin_other_step(optimizer)
 
-    def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         replaced = None
         for mode in self._modes:
             replaced = mode.hooks.before_step(arguments, keywords) or replaced
+        self._operators.before_step(optimizer, arguments, keywords)
         return replaced
 
-    def _after_update(self, *_: Any) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._operators.after_step(optimizer)
         for mode in self._modes:
             mode.hooks.after_step()
 
@@ -281,6 +291,7 @@ class Session:
         self._mode.end()
         self._modes = [*(one for one in self._modes if one.lingers), mode]
         self._norms.follow(mode.plan)
+        self._operators.follow(mode.plan)
         self._put(exchange)
         mode.begin(exchange)
 
@@ -513,7 +524,7 @@ class Session:
             if problem:
                 return None, problem
             if self._world.rank == 0 and self._world.ranks > 1:
-                warn_of_selection(loaded, self.optimizer)
+                warn_of_selection(loaded, self.optimizers)
                 if self._options.guard:
                     warn_of_cost(loaded)
             mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
@@ -532,9 +543,8 @@ class Session:
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         found = self._monitor.arrivals
-        return replace(
-            report, norms=self._norms.report(), step=mode.report(), arrivals=found.rows, messages=found.messages
-        )
+        shared: dict[str, Any] = {"norms": self._norms.report(), "operators": self._operators.report()}
+        return replace(report, step=mode.report(), arrivals=found.rows, messages=found.messages, **shared)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.
@@ -567,7 +577,8 @@ class Session:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole `state_dict()`, on the host where its step is sharded; all ranks call this.
 
-        `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Raises InputError without
+        `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Of several optimizers the
+        result has that of each by its position in `attach`. Raises InputError without
         an optimizer, in a backward and after `detach`, CommunicationError where a rank does not come in time.
         """
         if self._given is None:
@@ -575,6 +586,8 @@ class Session:
                 "session.optimizer_state_dict: found no optimizer; expected attach(model, optimizer, plan)"
             )
         with self.whole_optimizer_state():
+            if isinstance(self._given, Sequence):
+                return {str(position): one.state_dict() for position, one in enumerate(self._given)}
             return self._given.state_dict()
 
     @contextmanager
@@ -678,6 +691,7 @@ class Session:
         attached.discard(self.model)
         try:
             self._norms.leave()
+            self._operators.leave()
             for mode in self._modes:
                 mode.close()
         finally:

@@ -8,7 +8,6 @@ from planner.documents.text import ms, pluralize
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import codec_of
 from planner.model.engine import run
-from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, exposure, merging
 from planner.model.spending import spending
@@ -21,6 +20,7 @@ from planner.model.step import (
     step_timeline,
 )
 from planner.model.step_ops import step_ops
+from planner.model.updates import update_us
 from runtime.plan import Plan
 from runtime.plan.timeline import Span, Timeline
 
@@ -37,7 +37,7 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
         return exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
     # Searches ask this of many schedules, and the engine takes far longer than these sums.
     sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, schedule.buckets))
-    return sparse_us if schedule.norms is None else sparse_us - problem.update_us + update_us(problem, schedule)
+    return sparse_us - problem.update_us + update_us(problem, schedule)
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:

@@ -20,10 +20,11 @@ from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
 from planner.model.engine import run
 from planner.model.modes import simulate_schedule, step_us
-from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
+from planner.model.norms import gather_us, replicated_us, shared_us
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.model.step_ops import step_ops
+from planner.model.updates import update_bound_us, update_us
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.bench import Bench
 from planner.profile.compute import Training

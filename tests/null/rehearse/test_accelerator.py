@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.documents.catalog import find_profile
-from planner.documents.profile import ComputeProfile
+from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape
 from planner.rehearse import accelerator
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from runtime.checks.plan import trainable_parameters
@@ -99,7 +99,7 @@ def compute() -> ComputeProfile:
 def test_a_step_takes_the_profile_s_time_and_gradients_come_in_its_order(clock: Clock, compute: ComputeProfile) -> None:
     small = replace(compute, gradients=tuple(replace(one, numel=1 + one.numel // 1000) for one in compute.gradients))
     job = make_job(small, rank=0)
-    optimizer = job.optimizer(job.model.parameters())
+    (optimizer,) = job.optimizer(job.model.named_parameters())
     names: list[str] = []
     for name, parameter in trainable_parameters(job.model).items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
@@ -180,3 +180,20 @@ def test_a_forward_that_is_waited_in_passes_through_its_modules(compute: Compute
     assert other.model.device.late_us == 0.0
     for job in (one, other):
         assert all(parameter.grad is not None for parameter in job.model.parameters())
+
+
+def test_operators_of_matrices_take_their_time(clock: Clock, compute: ComputeProfile) -> None:
+    """The rest of the update is divided over what two optimizers update."""
+    gradients = tuple(replace(one, numel=12, backward_us=10.0) for one in compute.gradients[:4])
+    names = tuple(gradient.name for gradient in gradients[:3])
+    shape = OperatorShape(shape=(12,), operator_us=2000.0, result_bytes=24, parameters=names)
+    operator = OperatorProfile(optimizer="Muon", shapes=(shape,))
+    small = replace(compute, gradients=gradients, forward_us=100.0, update_us=7000.0, operator=operator)
+    job = make_job(small, rank=0)
+    optimizers = job.optimizer(list(job.model.named_parameters()))
+    assert [type(one).__name__ for one in optimizers] == ["WaitingMatrices", "SGD"]
+    start_s = clock.now_s
+    job.loss(job.model, job.batch(0, 0)).backward()
+    for one in optimizers:
+        one.step()
+    assert (clock.now_s - start_s) * 1e6 == pytest.approx(100.0 + 40.0 + 7000.0, rel=0.02)

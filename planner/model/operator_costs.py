@@ -1,0 +1,250 @@
+"""Costs of a matrix optimizer's stateless operator (Muon's Newton–Schulz): computed by every rank, or by owners.
+
+Shared, each rank computes its own matrices of the first message, sends the results, computes those of the second one
+meanwhile, and so on. Then the optimizer's step runs on all ranks in the order in which it calls the operator: it waits
+for a result that is not there, and computes what is left on all ranks. What an optimizer does apart from the operator
+is divided over all gradients by bytes; the part of gradients without an operator comes last. Where compute and messages
+slow each other down, messages are counted as slowed throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from planner.documents.text import ms, pluralize
+from planner.ir import OperatorShares
+from planner.model.problem import Curve, Problem
+from runtime.plan import UpdatePlan
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One message of results in the update's time, in microseconds from the beginning of the update."""
+
+    matrices: tuple[int, ...]
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class SharedUpdate:
+    """An update with shared operators: times from its beginning."""
+
+    update_us: float
+    computed_us: float
+    """End of the longest share."""
+    gathers: tuple[Gather, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorCosts:
+    """Operators of a problem, as numbers by matrix, in the order of the step's calls."""
+
+    names: tuple[str, ...]
+    operator_us: tuple[float, ...]
+    result_bytes: tuple[int, ...]
+    apply_us: tuple[float, ...]
+    """Remaining work of the step on each."""
+    last_us: float
+    """Work of the step on gradients without an operator."""
+    ranks: int
+    curve: Curve
+    """Time of an all-gather over the bytes of its result."""
+    slowed: float
+    """Factor of messages while ranks compute."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> OperatorCosts | None:
+        """Return the costs of a problem; None where the optimizer has no operator or there is one rank."""
+        profile = problem.profile.compute.operator
+        if profile is None or problem.ranks == 1:
+            return None
+        listed = {name: shape for shape in profile.shapes for name in shape.parameters}
+        sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
+        total_us = sum(shape.operator_us for shape in listed.values())
+        rest_us = max(0.0, problem.update_us - total_us)
+        all_bytes = max(1, sum(sizes.values()))
+        # The step calls operators in the order of registration, which is about the reverse of readiness.
+        names = tuple(name for name in reversed(sizes) if name in listed)
+        apply_us = tuple(rest_us * sizes[name] / all_bytes for name in names)
+        return cls(
+            names=names,
+            operator_us=tuple(listed[name].operator_us for name in names),
+            result_bytes=tuple(listed[name].result_bytes for name in names),
+            apply_us=apply_us,
+            last_us=max(0.0, rest_us - sum(apply_us)),
+            ranks=problem.ranks,
+            curve=problem.all_gather.curve,
+            slowed=problem.contention.network if problem.contended else 1.0,
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def replicated_us(self) -> float:
+        """Time of the operators if every rank computes all."""
+        return sum(self.operator_us)
+
+    @cached_property
+    def unshared_us(self) -> float:
+        """Time of the update if every rank computes all."""
+        return self.replicated_us + sum(self.apply_us) + self.last_us
+
+    def message_bytes(self, shares: OperatorShares) -> list[int]:
+        """Return the gathered bytes of each message: from each rank as many as the most that one of them has."""
+        sizes = []
+        for members in shares.messages:
+            own = [0] * self.ranks
+            for matrix in members:
+                own[shares.owners[matrix]] += self.result_bytes[matrix]
+            sizes.append(self.ranks * max(own))
+        return sizes
+
+    def gathers_us(self, shares: OperatorShares) -> list[float]:
+        """Return the time of each message."""
+        sizes = np.array(self.message_bytes(shares), dtype=np.float64)
+        times: list[float] = (self.curve(sizes) * self.slowed).tolist() if len(sizes) else []
+        return times
+
+    def update(self, shares: OperatorShares) -> SharedUpdate:
+        """Return the times of an update with these owners and messages."""
+        done, network_us, gathers = [0.0] * self.ranks, 0.0, list[Gather]()
+        arrival: dict[int, float] = {}
+        for members, time_us in zip(shares.messages, self.gathers_us(shares), strict=True):
+            for matrix in members:
+                done[shares.owners[matrix]] += self.operator_us[matrix]
+            start_us = max(network_us, *done)
+            network_us = start_us + time_us
+            gathers.append(Gather(members, start_us, network_us))
+            arrival.update(dict.fromkeys(members, network_us))
+        now_us = computed_us = max(done)
+        for matrix in range(self.count):
+            if shares.owners[matrix] >= 0:
+                now_us = max(now_us, arrival[matrix]) + self.apply_us[matrix]
+            else:
+                now_us += self.operator_us[matrix] + self.apply_us[matrix]
+        return SharedUpdate(now_us + self.last_us, computed_us, tuple(gathers))
+
+    @cached_property
+    def bound_us(self) -> float:
+        """Lower bound of the update over all owners and messages."""
+        rest_us = sum(self.apply_us) + self.last_us
+        return min(self.unshared_us, max(rest_us + self._relaxed_us(rest_us), self._counted_us(rest_us)))
+
+    def _counted_us(self, rest_us: float) -> float:
+        """Lower bound of the update by counting: of the k · ranks + 1 longest operators, k + 1 are on one rank, which
+        then sends the last of them, or one is on all ranks with an even part of the others.
+        """
+        order = sorted(range(self.count), key=lambda i: -self.operator_us[i])
+        least_bytes = np.minimum.accumulate([float(self.ranks * self.result_bytes[matrix]) for matrix in order])
+        sent_us = (self.curve(least_bytes) * self.slowed).tolist()
+        after_us, bounds_us = min(self.apply_us) + self.last_us, [0.0]
+        for k, place in enumerate(range(0, self.count, self.ranks)):
+            least_us = self.operator_us[order[place]]
+            owned_us = (k + 1) * least_us + max(rest_us, sent_us[place] + after_us)
+            on_all_us = rest_us + least_us + (self.replicated_us - least_us) / self.ranks
+            bounds_us.append(min(owned_us, on_all_us))
+        return max(bounds_us)
+
+    def _relaxed_us(self, rest_us: float) -> float:
+        """Lower bound of the longest rank's operators, so that the results can be sent within the update, too.
+
+        A rank computes at least what is left on all ranks and an even part of what is shared; the network carries at
+        least the results of what is shared, from the end of the shortest operator on, by a line that no message is
+        below. Which matrices are shared is relaxed to parts of them, those with the most time for their bytes first.
+        """
+        sizes = np.geomspace(1.0, max(2.0, 2.0 * self.ranks * sum(self.result_bytes)), 200)
+        times_us = self.curve(sizes) * self.slowed
+        byte_us = max(0.0, float((np.diff(times_us) / np.diff(sizes)).min()))
+        message_us = max(0.0, float((times_us - byte_us * sizes).min()))
+        network_us = message_us + min(self.operator_us) + min(self.apply_us) + self.last_us - rest_us
+        compute_us, even = self.replicated_us, 1.0 - 1.0 / self.ranks
+        for matrix in sorted(range(self.count), key=lambda i: -self.operator_us[i] / self.result_bytes[i]):
+            less_us, more_us = self.operator_us[matrix] * even, self.result_bytes[matrix] * byte_us
+            gap_us = compute_us - network_us
+            if gap_us <= less_us + more_us:
+                part = max(0.0, gap_us / (less_us + more_us)) if less_us + more_us > 0.0 else 0.0
+                return compute_us - part * less_us
+            compute_us, network_us = compute_us - less_us, network_us + more_us
+        return compute_us
+
+
+def operator_costs(problem: Problem) -> OperatorCosts | None:
+    """Return the costs of the operators of a problem, computed once for each."""
+    known: Any = vars(problem)
+    if "_operator_costs" not in known:
+        known["_operator_costs"] = OperatorCosts.of(problem)
+    found: OperatorCosts | None = known["_operator_costs"]
+    return found
+
+
+def matrix_count(problem: Problem) -> int:
+    """Return the number of matrices whose operator ranks can share."""
+    costs = operator_costs(problem)
+    return 0 if costs is None else costs.count
+
+
+def defect(shares: OperatorShares, matrices: int, ranks: int) -> str | None:
+    """Return what is wrong with owners and messages of so many matrices; None where all is well."""
+    if len(shares.owners) != matrices:
+        return f"operators of {len(shares.owners)} matrices have owners, but there are {matrices}"
+    odd = next((rank for rank in shares.owners if not -1 <= rank < ranks), None)
+    if odd is not None:
+        return f"operators are computed by rank {odd}, but there are {ranks} ranks"
+    sent = sorted(matrix for members in shares.messages for matrix in members)
+    owned = [matrix for matrix, owner in enumerate(shares.owners) if owner >= 0]
+    if sent != owned or not all(shares.messages):
+        return f"messages hold the matrices {sent}, but those with an owner are {owned}"
+    return None
+
+
+def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str]:
+    """Return what the reader of a plan should know about operators; nothing where there are none."""
+    optimizer = problem.profile.compute.optimizer
+    if optimizer is not None and optimizer.unit == "matrix" and problem.profile.compute.operator is None:
+        return [
+            f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a "
+            f"drop-in plan: it names no operator without state"
+        ]
+    plan, costs, profile = (
+        updates.operator if updates else None,
+        operator_costs(problem),
+        problem.profile.compute.operator,
+    )
+    if plan is None or costs is None or profile is None or plan.replicated_us is None:
+        return []
+    origin = f" ({profile.estimated})" if profile.estimated else ""
+    every = (
+        f"{profile.optimizer}'s operators of {costs.count} matrices take {ms(costs.replicated_us)} on every rank"
+        f"{origin}, and the update {ms(plan.replicated_us)}"
+    )
+    if not plan.owners:
+        return [f"{every}; nothing to gain from owners: {plan.method or 'messages take longer than they save'}"]
+    left = costs.count - len(plan.owners)
+    kept = f", {left} small ones on all ranks" if left else ""
+    gap = (plan.shared_us or 0.0) / plan.bound_us - 1.0 if plan.bound_us else 0.0
+    return [
+        f"{every}; owners compute {len(plan.owners)}{kept}, results come in "
+        f"{pluralize(len(plan.messages), 'message')} ({ms(plan.gather_us or 0.0)}): the update takes "
+        f"{ms(plan.shared_us or 0.0)}, at most {max(0.0, gap):.1%} above the least possible"
+    ]
+
+
+def updated_by(costs: OperatorCosts, shares: OperatorShares | None) -> float:
+    """Return the time of the update with these shares; None: every rank computes all."""
+    return costs.unshared_us if shares is None else costs.update(shares).update_us
+
+
+def by_message(costs: OperatorCosts, owners: Sequence[int], message: Sequence[int]) -> OperatorShares:
+    """Return shares from the number of each matrix's message; those without an owner have any."""
+    owned = sorted((message[matrix], matrix) for matrix in range(costs.count) if owners[matrix] >= 0)
+    groups = groupby(owned, key=lambda one: one[0])
+    return OperatorShares(tuple(owners), tuple(tuple(matrix for _, matrix in members) for _, members in groups))

@@ -1,0 +1,205 @@
+"""Search for the owners of a matrix optimizer's operators, and the messages in which results are gathered.
+
+Jointly over three choices: how many matrices are shared (those with the most time for their bytes, in steps), how many
+messages they are sent in, and in which order. Owners follow the longest first, each to the least loaded rank, or to the
+one whose message is the emptiest; then single matrices are moved while the update gets shorter. Effort is counted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from planner.ir import OperatorShares
+from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
+from planner.model.problem import Problem
+
+MOST_MESSAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of messages that are tried."""
+CUTS = 8
+"""Numbers of shared matrices that are tried."""
+MOVES = 300_000
+"""Matrices times evaluations of the local search."""
+NEAR = 1e-6
+"""Least relative gain of a move."""
+
+
+@dataclass(frozen=True)
+class OwnerSearch:
+    """The best owners that were found."""
+
+    shares: OperatorShares | None
+    """None: every rank computes all, as nothing is gained."""
+    update_us: float
+    bound_us: float
+    method: str = "longest first over numbers of matrices and messages, then moves"
+
+
+def best_owners(problem: Problem) -> OwnerSearch | None:
+    """Return the best owners and messages of a problem; None where the optimizer has no operator, or on one rank."""
+    costs = operator_costs(problem)
+    return None if costs is None else _search(costs)
+
+
+@lru_cache(maxsize=16)
+def _search(costs: OperatorCosts) -> OwnerSearch:
+    best: OperatorShares | None = None
+    best_us = costs.unshared_us
+    for shares in _starts(costs):
+        update_us = costs.update(shares).update_us
+        if update_us < best_us * (1.0 - NEAR):
+            best, best_us = shares, update_us
+    for shares in () if best is None else list(_cuts(costs, best.owners)):
+        update_us = costs.update(shares).update_us
+        if update_us < best_us * (1.0 - NEAR):
+            best, best_us = shares, update_us
+    if best is not None and best_us > costs.bound_us * (1.0 + NEAR):
+        best, best_us = _moved(costs, best, best_us)
+    return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
+
+
+def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
+    """Yield schedules over numbers of matrices, numbers of messages, and both orders."""
+    order = sorted(range(costs.count), key=lambda i: (-costs.operator_us[i] / costs.result_bytes[i], i))
+    by_time = sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
+    seen: set[frozenset[int]] = set()
+    for ranking in (by_time, order):
+        for cut in range(CUTS, 0, -1):
+            chosen = frozenset(ranking[: math.ceil(costs.count * cut / CUTS)])
+            if chosen in seen:
+                continue
+            seen.add(chosen)
+            for owners in _owners(costs, [matrix for matrix in by_time if matrix in chosen]):
+                for messages in MOST_MESSAGES:
+                    if messages > len(chosen):
+                        break
+                    yield in_messages(costs, owners, messages)
+                    if messages > 1:
+                        yield in_messages(costs, owners, messages, longest=True)
+
+
+def _cuts(costs: OperatorCosts, owners: Sequence[int]) -> Iterator[OperatorShares]:
+    """Yield messages that grow (the network begins early) or shrink (the last one is short), in both orders."""
+    for messages in MOST_MESSAGES[1:]:
+        for grows, longest in product((True, False), (True, False)):
+            yield in_messages(costs, owners, messages, longest=longest, grows=grows)
+
+
+def _owners(costs: OperatorCosts, order: Sequence[int]) -> list[list[int]]:
+    """Return owners of even loads, and of even bytes where those are others."""
+    by_bytes = sorted(order, key=lambda i: -costs.result_bytes[i])
+    found = [longest_first_owners(costs, order), longest_first_owners(costs, by_bytes, costs.result_bytes)]
+    return found if found[0] != found[1] else found[:1]
+
+
+def longest_first_owners(
+    costs: OperatorCosts, order: Sequence[int], weights: Sequence[float] | None = None
+) -> list[int]:
+    """Return the rank of each matrix, in this order to the one of least time (or `weights`); −1 for those that are not
+    in it.
+    """
+    owners, loads = [-1] * costs.count, [(0.0, 0, rank) for rank in range(costs.ranks)]
+    weights = costs.operator_us if weights is None else weights
+    for matrix in order:
+        load, size_bytes, rank = heapq.heappop(loads)
+        owners[matrix] = rank
+        heapq.heappush(loads, (load + weights[matrix], size_bytes + costs.result_bytes[matrix], rank))
+    return owners
+
+
+def in_messages(
+    costs: OperatorCosts, owners: Sequence[int], count: int, *, longest: bool = False, grows: bool | None = None
+) -> OperatorShares:
+    """Return shares in about `count` messages.
+
+    Args:
+        costs: the operators.
+        owners: rank of each matrix, or −1.
+        count: number of messages.
+        longest: each rank's longest first; default: in the order of the step's calls.
+        grows: work of the messages: growing evenly (True) or shrinking (False); default: equal.
+    """
+    total_us = [0.0] * costs.ranks
+    for matrix, owner in enumerate(owners):
+        if owner >= 0:
+            total_us[owner] += costs.operator_us[matrix]
+    done_us, message = [0.0] * costs.ranks, [0] * costs.count
+    order = range(costs.count) if not longest else sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
+    most_us = max(total_us)
+    for matrix in order:
+        if (owner := owners[matrix]) < 0:
+            continue
+        middle_us = done_us[owner] + 0.5 * costs.operator_us[matrix]
+        place = middle_us / most_us if most_us > 0.0 else 0.0
+        place = place if grows is None else math.sqrt(place) if grows else 1.0 - math.sqrt(max(0.0, 1.0 - place))
+        message[matrix] = min(count - 1, int(count * place))
+        done_us[owner] += costs.operator_us[matrix]
+    return by_message(costs, owners, message)
+
+
+def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tuple[OperatorShares, float]:
+    """Change the owner or message of single matrices, exchange two owners, or merge messages, while that is shorter."""
+    owners, message = list(shares.owners), [0] * costs.count
+    for number, members in enumerate(shares.messages):
+        for matrix in members:
+            message[matrix] = number
+    left, again = max(20, MOVES // costs.count), True
+    while again and left > 0:
+        again = False
+        for matrix in range(costs.count):
+            for owner, number in _changes(costs, owners, message, matrix):
+                left -= 1
+                before = owners[matrix], message[matrix]
+                owners[matrix], message[matrix] = owner, number
+                update_us = updated_by(costs, by_message(costs, owners, message))
+                if update_us < best_us * (1.0 - NEAR):
+                    best_us, again = update_us, True
+                else:
+                    owners[matrix], message[matrix] = before
+                if left <= 0:
+                    break
+            for other in range(matrix) if left > 0 else ():
+                if owners[matrix] == owners[other] or costs.operator_us[matrix] == costs.operator_us[other]:
+                    continue
+                left -= 1
+                _swap(owners, message, matrix, other)
+                update_us = updated_by(costs, by_message(costs, owners, message))
+                if update_us < best_us * (1.0 - NEAR):
+                    best_us, again = update_us, True
+                else:
+                    _swap(owners, message, matrix, other)
+                if left <= 0:
+                    break
+    return by_message(costs, owners, message), best_us
+
+
+def _swap(owners: list[int], message: list[int], one: int, other: int) -> None:
+    owners[one], owners[other] = owners[other], owners[one]
+    message[one], message[other] = message[other], message[one]
+
+
+def _changes(
+    costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
+) -> Iterator[tuple[int, int]]:
+    """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
+    and other messages.
+    """
+    here, number = owners[matrix], message[matrix]
+    if here >= 0:
+        yield -1, number
+    ranks = range(costs.ranks)
+    if costs.ranks * costs.count > 64:
+        loads_us = [0.0] * costs.ranks
+        for other, owner in enumerate(owners):
+            if owner >= 0:
+                loads_us[owner] += costs.operator_us[other]
+        ranks = range((least := min(ranks, key=loads_us.__getitem__)), least + 1)
+    numbers = range(max(message) + 2) if costs.count <= 8 else (number - 1, number, number + 1)
+    for rank in (here, *ranks) if here >= 0 else ranks:
+        for other in numbers:
+            if other >= 0 and (rank, other) != (here, number):
+                yield rank, other

@@ -1,0 +1,317 @@
+"""An optimizer's stateless operator, shared: owners compute it, results are gathered, every rank applies them.
+
+Before the optimizer's step each rank finds the matrices of the parameters that it owns: it runs the step for one
+parameter, with copies of its weights, gradient and state, up to the call of the operator, which it computes. Then the
+step runs as it is on all ranks, and gets the gathered results where it calls the operator. So every rank keeps momenta,
+weight decay and learning rate, and the bits are those of a rank that computes all.
+
+    before the step: matrix 0 ─▶ result ─▶ gather 0 ┐ (in flight while the next is computed)
+                     matrix 3 ─▶ result ─▶ gather 1 ┤
+    the step:        momentum, decay, rate of every parameter ◀─ results in the order of the step's calls
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.comm.world import World
+from runtime.errors import FallbackWarning, InputError
+from runtime.monitor.clock import Clock
+from runtime.optimizers.pto import Pending, Split
+from runtime.optimizers.units import Compute, Operator
+from runtime.torch_compat import plain_step
+
+TIMED_STEPS = 8
+"""Number of steps in which operators are timed in a run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Form of an operator's result, which ranks have compared."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Called(BaseException):
+    """Ends a step at its first call of the operator; no optimizer catches it."""
+
+
+class SharedOperator:
+    """The operator of one optimizer, computed by owners."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, operator: Operator, names: Mapping[Tensor, str], world: World):
+        """`names`: of the parameters that ranks train together. Nothing is shared yet."""
+        self.optimizer, self._operator, self._names, self._world = optimizer, operator, names, world
+        self._owners: dict[Tensor, int] = {}
+        self._gathers: list[list[Tensor]] = []
+        self._forms: dict[Tensor, Result | None] = {}
+        """Form of each known result; None: the step does not call the operator for the parameter, or not alike."""
+        self._splits: dict[tuple[Tensor, ...], Split] = {}
+        self._open = ExitStack()
+        """Holds the operator's replacement while the step runs."""
+        self._busy = False
+        self._end: Callable[[], None] | None = None
+        self._clock: Clock | None = None
+        self._marks: deque[dict[Tensor, tuple[Any, Any, int]]] = deque(maxlen=TIMED_STEPS)
+
+    def observe(self, clock: Clock) -> None:
+        """Time the operator in the next `TIMED_STEPS` steps in which every rank computes all."""
+        self._clock = clock
+
+    def times_us(self) -> dict[str, tuple[float, int]]:
+        """Return the median time of each operator that was timed, and the bytes of its result, by parameter, in the
+        order of the step's calls.
+        """
+        clock, steps = self._clock, list(self._marks)
+        if clock is None or not steps:
+            return {}
+        last = steps[-1]
+        times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
+        return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
+
+    def share(self, owners: Mapping[Tensor, int], gathers: Iterable[Sequence[Tensor]]) -> None:
+        """Share from the next step on; all ranks call this alike.
+
+        Args:
+            owners: rank that computes the operator, by parameter; every rank computes those of others.
+            gathers: parameters of each message, in launch order.
+        """
+        self.close()
+        self._owners, self._gathers = dict(owners), [list(one) for one in gathers]
+        self._splits.clear()
+
+    @property
+    def shared(self) -> int:
+        """Number of parameters whose operator owners compute."""
+        return len(self._owners)
+
+    @property
+    def own(self) -> int:
+        """Number of those that this rank computes."""
+        return sum(owner == self._world.rank for owner in self._owners.values())
+
+    def close(self) -> None:
+        """End what a step that raised has left."""
+        self._open.close()
+        self._end = None
+
+    def before_step(self) -> None:
+        """Compute and send what this rank owns; the optimizer's step comes next."""
+        if self._busy:  # a step of one parameter, of a class whose base class has hooks, too
+            return
+        self.close()
+        if not self._owners:
+            if self._clock is not None and len(self._marks) < TIMED_STEPS:
+                self._time(self._clock)
+            return
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+        unknown = [p for p in groups if p not in self._forms]
+        if unknown:
+            self._learn(groups, unknown)
+            return
+        pending: dict[Tensor, Tensor | tuple[Pending, int]] = {}
+        for gather in self._gathers:
+            for members in _by_dtype(gather, groups, self._forms):
+                split = self._split(members)
+                sent = split.start(lambda own: [self._result(p, groups[p]) for p in own], members)
+                pending.update((p, (sent, place)) for place, p in enumerate(members))
+        calls = iter([p for p in groups if self._forms.get(p) is not None])
+
+        def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            parameter = next(calls, None)
+            form = None if parameter is None else self._forms[parameter]
+            if parameter is None or (parameter in pending and tuple(matrix.shape) != tuple(parameter.shape)):
+                raise InputError(
+                    f"{self._what}: found a call of its operator with a matrix of shape {tuple(matrix.shape)} that "
+                    f"steps before did not make; expected one for each parameter, in the order of param_groups"
+                )
+            if parameter not in pending or form is None:
+                return self._operator.compute(matrix, group)
+            sent, place = pending[parameter]
+            return sent.wait_each()[place]
+
+        self._open.enter_context(self._operator.replaced(answer))
+
+    def after_step(self) -> None:
+        """End the step: the operator is the optimizer's own again."""
+        if self._busy:
+            return
+        end, self._end = self._end, None
+        self._open.close()
+        if end is not None:
+            end()
+
+    def _time(self, clock: Clock) -> None:
+        marks: list[tuple[Any, Any, int]] = []
+
+        def timed(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            begin = clock.mark()
+            result = self._operator.compute(matrix, group)
+            marks.append((begin, clock.mark(), result.numel() * result.element_size()))
+            return result
+
+        def keep() -> None:
+            called = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if len(called) == len(marks):  # else the operator is not called once for each
+                self._marks.append(dict(zip(called, marks, strict=True)))
+
+        self._open.enter_context(self._operator.replaced(timed))
+        self._end = keep
+
+    @property
+    def _what(self) -> str:
+        return type(self.optimizer).__name__
+
+    def _split(self, members: Sequence[Tensor]) -> Split:
+        key = tuple(members)
+        if key not in self._splits:
+            forms = [form for p in members if (form := self._forms[p]) is not None]
+            owners = [self._owners[p] for p in members]
+            shapes = [form.shape for form in forms]
+            self._splits[key] = Split(self._world, owners, shapes, forms[0].dtype, members[0].device)
+        return self._splits[key]
+
+    def _result(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+        found = self.run_one(parameter, group, self._operator.compute)
+        if found is None:
+            raise InputError(
+                f"{self._what}: its step did not call the operator for {self._name(parameter)}, as steps before did; "
+                f"expected a call in every step in which it has a gradient"
+            )
+        return found
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+
+    @torch.no_grad()
+    def run_one(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor | None:
+        """Run the step for one parameter up to its call of the operator; return what `compute` makes of that, or None
+        where it does not call it. Nothing is changed: the step gets copies.
+        """
+        optimizer, found = self.optimizer, list[Tensor]()
+
+        def called(matrix: Tensor, options: Mapping[str, Any]) -> Tensor:
+            found.append(compute(matrix, options))
+            raise _Called
+
+        groups, state, had_state = optimizer.param_groups, optimizer.state.get(parameter), parameter in optimizer.state
+        weights, gradient = parameter.data, parameter.grad
+        assert gradient is not None
+        numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+        self._busy = True
+        try:
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            if had_state:
+                optimizer.state[parameter] = copy.deepcopy(state)
+            parameter.data, parameter.grad = weights.clone(), gradient.clone()
+            with self._operator.replaced(called):
+                plain_step(optimizer)(optimizer)
+        except _Called:
+            pass
+        finally:
+            parameter.data, parameter.grad = weights, gradient
+            optimizer.param_groups = groups
+            optimizer.state.pop(parameter, None)
+            if had_state:
+                optimizer.state[parameter] = state
+            vars(optimizer).update(numbers)
+            self._busy = False
+        return found[0] if found else None
+
+    # The first step with parameters that are not known: every rank computes all, and ranks compare the results.
+
+    def _learn(self, groups: Mapping[Tensor, Mapping[str, Any]], unknown: Sequence[Tensor]) -> None:
+        expected: dict[Tensor, str] = {}
+        for parameter in groups:
+            digest: list[str] = []
+
+            def look(matrix: Tensor, _: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
+                digest.append(_digest(matrix))
+                return matrix
+
+            if self.run_one(parameter, groups[parameter], look) is not None:
+                expected[parameter] = digest[0]
+        calls: list[tuple[str, Result, str, bool]] = []
+        state = {
+            tensor.untyped_storage().data_ptr()
+            for p in groups
+            for tensor in (p, p.grad, *self.optimizer.state.get(p, {}).values())
+            if isinstance(tensor, Tensor)
+        }
+
+        def observe(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            before, version = _digest(matrix), matrix._version
+            result = self._operator.compute(matrix, group)
+            writes = matrix._version != version and matrix.untyped_storage().data_ptr() in state
+            calls.append((before, Result(tuple(result.shape), result.dtype), _digest(result), writes))
+            return result
+
+        self._open.enter_context(self._operator.replaced(observe))
+        self._end = lambda: self._compare(expected, calls, unknown)
+
+    def _compare(
+        self, expected: Mapping[Tensor, str], calls: Sequence[tuple[str, Result, str, bool]], unknown: Sequence[Tensor]
+    ) -> None:
+        """Remember the forms of results that are equal on all ranks, and warn of what stays on all of them."""
+        self._forms.update((p, None) for p in unknown)
+        problem = None
+        if [one[0] for one in calls] != list(expected.values()):
+            problem = (
+                f"its step calls its operator {len(calls)} times for {len(expected)} parameters, or in another order "
+                f"than that of param_groups"
+            )
+        elif any(writes for *_, writes in calls):
+            problem = "its operator writes to the optimizer's state"
+        mine = (problem, [(self._name(p), str(form), digest) for p, (_, form, digest, _) in
+                          zip(expected, calls, strict=False)])  # fmt: skip
+        everyone = self._world.gather(mine, f"comparing results of the operator of {self._what}")
+        problem = next((found for found, _ in everyone if found), None)
+        results = [of_rank for _, of_rank in everyone]
+        if problem is None:
+            for rank, theirs in enumerate(results):
+                odd = next((a for a, b in zip(theirs, results[0], strict=False) if a != b), None)
+                if odd is not None or len(theirs) != len(results[0]):
+                    what = (
+                        "other parameters"
+                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in results[0])
+                        else f"another result of {odd[0]}"
+                    )
+                    problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"
+                    break
+        if problem is None:
+            self._forms.update((p, form) for p, (_, form, *_) in zip(expected, calls, strict=True))
+            return
+        self._owners, self._gathers = {}, []
+        self._world.warn(
+            f"the operator of {self._what} stays on every rank: {problem}; expected operator(self, matrix, group) to "
+            f"be called once for each parameter with a gradient, to read these alone, and to write nothing",
+            FallbackWarning,
+        )
+
+
+def _by_dtype(
+    gather: Sequence[Tensor], groups: Mapping[Tensor, Any], forms: Mapping[Tensor, Result | None]
+) -> list[list[Tensor]]:
+    """Return the parameters of a message that have a gradient and a known result, one list for each dtype."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in gather:
+        form = forms.get(parameter)
+        if parameter in groups and form is not None:
+            found.setdefault(form.dtype, []).append(parameter)
+    return list(found.values())
+
+
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

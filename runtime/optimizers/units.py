@@ -1,0 +1,120 @@
+"""Units of an optimizer's work: elements, whole parameters, or not known; and operators without state.
+
+Everything that divides an optimizer's step over ranks reads it here: parts of elements (`runtime.sharded`), whole
+parameters on owners, and operators on owners (`runtime.optimizers.shared_operator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.torch_compat import orthogonalize, orthogonalize_replaced
+
+Unit = Literal["element", "matrix"]
+"""`element`: any part of a parameter can be updated by itself. `matrix`: a whole parameter, of any number of
+dimensions, can be updated without the others."""
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+"""Elementwise optimizers of torch. Derived ones may not be; other classes declare it with `elementwise = True`."""
+
+BY_MATRIX: Mapping[str, str] = {
+    "torch.optim.Muon": "orthogonalizes whole matrices",
+    "pytorch_optimizer.optimizer.soap.SOAP": "keeps preconditioners and eigenbases of whole matrices",
+    "pytorch_optimizer.optimizer.shampoo.Shampoo": "keeps preconditioners of whole matrices",
+    "pytorch_optimizer.optimizer.shampoo.ScalableShampoo": "keeps preconditioners of whole matrices",
+}
+"""Optimizers whose unit is a whole parameter, by module and class, with what they do with it. Derived ones may have
+another; other classes declare it with `unit = "matrix"`."""
+
+
+def kind_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's class with its module, as `BY_MATRIX` names it."""
+    kind = type(optimizer)
+    if kind is torch.optim.Muon:  # whose module's name differs between versions
+        return "torch.optim.Muon"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def unit_of(optimizer: torch.optim.Optimizer) -> Unit | None:
+    """Return the unit of an optimizer's work, or None where it is not known."""
+    kind = type(optimizer)
+    if kind in ELEMENTWISE or getattr(kind, "elementwise", False) is True:
+        return "element"
+    if kind_name(optimizer) in BY_MATRIX or getattr(kind, "unit", None) == "matrix":
+        return "matrix"
+    return None
+
+
+def coarsest_unit(optimizers: Iterable[torch.optim.Optimizer]) -> Unit | None:
+    """Return the unit of the work of several optimizers together; None where one is not known, or there are none."""
+    units = {unit_of(one) for one in optimizers}
+    if None in units or not units:
+        return None
+    return "matrix" if "matrix" in units else "element"
+
+
+Compute = Callable[[Tensor, Mapping[str, Any]], Tensor]
+"""An operator: from a matrix and the options of its parameter group to the result, without state."""
+
+
+class Operator(Protocol):
+    """The heavy part without state of an optimizer's `step`, which calls it once for each parameter with a gradient."""
+
+    def compute(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the operator's result."""
+
+    def replaced(self, function: Compute) -> AbstractContextManager[None]:
+        """Return a context in which `step` calls `function` in its place."""
+
+
+class OwnOperator:
+    """The method `operator` of an optimizer's class."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def compute(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        result: Tensor = type(self._optimizer).operator(self._optimizer, matrix, group)  # type: ignore[attr-defined]
+        return result
+
+    @contextmanager
+    def replaced(self, function: Compute) -> Iterator[None]:
+        attributes = vars(self._optimizer)
+        attributes["operator"] = function
+        try:
+            yield
+        finally:
+            attributes.pop("operator", None)
+
+
+class NewtonSchulz:
+    """The orthogonalization of `torch.optim.Muon`, in torch's own arithmetic."""
+
+    def compute(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    @contextmanager
+    def replaced(self, function: Compute) -> Iterator[None]:
+        def called(matrix: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+            return function(matrix, {"ns_coefficients": coefficients, "ns_steps": steps, "eps": eps})
+
+        with orthogonalize_replaced(called):
+            yield
+
+
+def operator_of(optimizer: torch.optim.Optimizer) -> Operator | None:
+    """Return the stateless operator of an optimizer: a method `operator(self, matrix, group)` of a class with
+    `unit = "matrix"`, or Newton–Schulz of `torch.optim.Muon`; None where there is none.
+    """
+    if type(optimizer) is torch.optim.Muon:
+        return NewtonSchulz()
+    declared = getattr(type(optimizer), "unit", None) == "matrix"
+    return OwnOperator(optimizer) if declared and callable(getattr(type(optimizer), "operator", None)) else None

@@ -1,0 +1,103 @@
+"""Units of an optimizer's work, and operators: what is known of whom, and that looking at a step changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from torch import Tensor, nn
+
+from runtime.comm.world import World
+from runtime.optimizers.kinds import find_not_elementwise
+from runtime.optimizers.shared_operator import SharedOperator
+from runtime.optimizers.units import BY_MATRIX, kind_name, operator_of, unit_of
+
+
+class Own(torch.optim.SGD):
+    """A matrix optimizer whose operator has state."""
+
+    unit = "matrix"
+
+
+class Halved(torch.optim.Optimizer):
+    """Decays before, and writes to gradients and to numbers of its own."""
+
+    unit = "matrix"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.steps = 0
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return matrix / 2.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                buffer = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter))
+                parameter.mul_(0.9)
+                parameter.sub_(self.operator(parameter.grad.add_(buffer.add_(1.0)), group))
+
+
+def matrices() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (6, 4))]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return made
+
+
+MAKERS: dict[str, Any] = {
+    "torch.optim.Muon": torch.optim.Muon,
+    "pytorch_optimizer.optimizer.soap.SOAP": pytorch_optimizer.SOAP,
+    "pytorch_optimizer.optimizer.shampoo.Shampoo": pytorch_optimizer.Shampoo,
+    "pytorch_optimizer.optimizer.shampoo.ScalableShampoo": pytorch_optimizer.ScalableShampoo,
+}
+
+
+@pytest.mark.parametrize("name", BY_MATRIX)
+def test_registered_optimizers_work_on_whole_matrices(name: str) -> None:
+    optimizer = MAKERS[name](matrices())
+    assert kind_name(optimizer) == name
+    assert unit_of(optimizer) == "matrix"
+    assert (operator_of(optimizer) is not None) == (name == "torch.optim.Muon")
+    assert BY_MATRIX[name] in str(find_not_elementwise(optimizer))
+
+
+def test_classes_declare_their_unit() -> None:
+    assert unit_of(torch.optim.AdamW(matrices())) == "element"
+    assert unit_of(Own(matrices())) == "matrix"
+    assert operator_of(Own(matrices())) is None
+    assert operator_of(Halved(matrices())) is not None
+    assert unit_of(torch.optim.LBFGS(matrices())) is None
+    assert "declares whole parameters" in str(find_not_elementwise(Own(matrices())))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Muon, Halved])
+def test_one_operator_is_found_without_a_trace(make: Any) -> None:
+    """Also in the second step, where there is state."""
+    parameters, expected = matrices(), matrices()
+    optimizer, plain = make(parameters), make(expected)
+    operator = operator_of(optimizer)
+    assert operator is not None
+    alone = SharedOperator(optimizer, operator, {}, World())
+    for _ in range(2):
+        before = [p.detach().clone() for p in (*parameters, *(p.grad for p in parameters))]
+        groups, numbers = copy.deepcopy(optimizer.state_dict()), dict(vars(optimizer))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert alone.run_one(parameter, group, operator.compute) is not None
+        after = [*parameters, *(p.grad for p in parameters)]
+        assert all(map(torch.equal, before, after))
+        assert str(optimizer.state_dict()) == str(groups)
+        assert vars(optimizer).keys() == numbers.keys()
+        optimizer.step()
+        plain.step()
+        assert all(map(torch.equal, parameters, expected))

@@ -1,0 +1,143 @@
+"""Owners of operators: brute force on small cases, bounds and speed on large ones, text form, and what a plan says."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import cluster_document, make, profile_document
+
+import planner
+from planner.decide.strategies import make_schedule
+from planner.documents.profile import parse_profile
+from planner.ir import OperatorShares
+from planner.model.modes import step_us
+from planner.model.operator_costs import OperatorCosts, by_message, defect
+from planner.model.schedule_text import parse_schedule
+from planner.search.owners import _search
+from planner.verify import VerifyError, verify
+from runtime.errors import InputError
+
+
+def costs_of(
+    times_us: Any, sizes: Any, ranks: int, alpha_us: float = 20.0, byte_us: float = 1e-3, rest_us: float = 10.0
+) -> OperatorCosts:
+    count = len(times_us)
+    return OperatorCosts(
+        names=tuple(map(str, range(count))), operator_us=tuple(map(float, times_us)),
+        result_bytes=tuple(map(int, sizes)), apply_us=(rest_us / count,) * count, last_us=5.0, ranks=ranks,
+        curve=lambda size: alpha_us + byte_us * size, slowed=1.0,
+    )  # fmt: skip
+
+
+def random_costs(seed: int, count: int, ranks: int) -> OperatorCosts:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 50, count) * 1000
+    times = sizes * rng.uniform(0.002, 0.02, count)
+    return costs_of(times, sizes, ranks, rng.uniform(1.0, 60.0), 10 ** rng.uniform(-4.5, -2.5))
+
+
+def every_choice(costs: OperatorCosts) -> Iterator[OperatorShares]:
+    """Yield all owners (but for names of ranks that are alike) with all sequences of messages."""
+    for owners in itertools.product(range(-1, costs.ranks), repeat=costs.count):
+        owned = [owner for owner in owners if owner >= 0]
+        if [rank for rank in dict.fromkeys(owned)] != list(range(len(set(owned)))):
+            continue
+        for message in itertools.product(range(len(owned)), repeat=len(owned)):
+            if set(message) != set(range(len(set(message)))):
+                continue
+            places = iter(message)
+            yield by_message(costs, owners, [next(places) if owner >= 0 else 0 for owner in owners])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_search_finds_what_trying_everything_finds(seed: int) -> None:
+    costs = random_costs(seed, 4, 2 + seed % 2)
+    least_us = min(costs.unshared_us, *(costs.update(shares).update_us for shares in every_choice(costs)))
+    found = _search(costs)
+    assert costs.bound_us <= least_us * (1.0 + 1e-9)
+    assert found.update_us <= least_us * 1.005
+    assert found.update_us >= least_us * (1.0 - 1e-9)
+    if found.shares is not None:
+        assert defect(found.shares, costs.count, costs.ranks) is None
+
+
+def test_many_matrices_are_planned_in_a_second_and_near_the_bound() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.choice([768 * 768, 768 * 3072, 768 * 64, 64 * 64], 400) * 2
+    costs = costs_of(sizes / 1e3, sizes, 64, 50.0, 1e-5)
+    begin = time.process_time()
+    found = _search(costs)
+    assert time.process_time() - begin < 4.0  # 1.0 on an idle machine
+    assert found.shares is not None
+    assert found.update_us <= found.bound_us * 1.1
+
+
+def problem_of(operator_us: float = 5000.0, **cluster: Any) -> Any:
+    """Eight square matrices under Muon on four ranks."""
+    machines = cluster_document(**({"line": (50.0, 0.01)} | cluster))
+    line = machines["collectives"]["all_reduce"]
+    machines["collectives"]["all_gather"] = line
+    profile = profile_document([(100 * 100, 300.0)] * 8, update_us=8 * operator_us + 500.0, cluster=machines)
+    names = [gradient["name"] for gradient in reversed(profile["compute"]["gradients"])]
+    shape = {"shape": [100, 100], "operator_us": operator_us, "result_bytes": 20000, "parameters": names}
+    profile["compute"]["operator"] = {"optimizer": "Muon", "shapes": [shape]}
+    return make(profile, machines)
+
+
+def test_plan_has_owners_and_says_how_near_the_bound_it_is() -> None:
+    plan = planner.optimize(problem_of().profile)
+    operator = plan.updates.operator if plan.updates else None
+    assert operator is not None
+    assert operator.owners is not None
+    assert sorted(operator.owners.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [name for message in operator.messages for name in message].count("g0") == 1
+    assert plan.predicted is not None
+    assert plan.predicted.update_us == pytest.approx(operator.shared_us)
+    assert operator.bound_us <= operator.shared_us < 0.5 * operator.replicated_us
+    assert any("owners compute 8, results come in" in note for note in plan.notes)
+    assert planner.optimize(problem_of().profile).to_document() == plan.to_document()
+
+
+def test_nothing_to_gain_is_said() -> None:
+    plan = planner.optimize(problem_of(operator_us=1.0, line=(5000.0, 0.01)).profile)
+    assert plan.updates is not None
+    assert plan.updates.operator is not None
+    assert plan.updates.operator.owners is None
+    assert any("nothing to gain from owners" in note for note in plan.notes)
+
+
+def test_strategies_and_text() -> None:
+    problem = problem_of()
+    made = {
+        rule: make_schedule(problem, f"operators:{rule}") for rule in ("every_rank", "longest_first", "round_robin")
+    }
+    times_us = {rule: step_us(problem, schedule) for rule, schedule in made.items()}
+    best = make_schedule(problem, "optimal")
+    assert step_us(problem, best) <= min(times_us.values())
+    assert times_us["longest_first"] < times_us["every_rank"]
+    for schedule in (*made.values(), best):
+        assert parse_schedule(str(schedule)) == schedule
+    odd = replace(best, operators=OperatorShares((9, *[-1] * 7), ((0,),)))
+    with pytest.raises(VerifyError, match="operators are computed by rank 9, but there are 4 ranks"):
+        verify(odd, [0] * 8, norms=(0, 4), matrices=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shape": [10, 10]}, r"found \[10, 10\] for 'g7', expected one of its 10000 elements"),
+        ({"parameters": ["none"]}, "found 'none', which is none of the gradients"),
+        ({"parameters": ["g0", "g0"]}, "found 'g0' once more; expected each parameter once"),
+    ],
+)
+def test_wrong_operators_in_a_profile_are_refused(change: dict[str, Any], words: str) -> None:
+    document = problem_of().profile.to_document()
+    document["compute"]["operator"]["shapes"][0] |= change
+    with pytest.raises(InputError, match=words):
+        parse_profile(document)

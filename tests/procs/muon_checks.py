@@ -1,0 +1,299 @@
+"""What the ranks of the tests of shared operators do: steps with owners, against DDP and against every rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from session_checks import plan_of
+from step_checks import raised
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+
+import planner
+import runtime
+from runtime.optimizers.units import orthogonalize
+from runtime.plan import OperatorPlan, Plan, UpdatePlan
+
+Optimizer = torch.optim.Optimizer
+STEPS = 6
+
+
+class Mixer(nn.Module):
+    """Matrices of several shapes, one of them used by rank 0 alone and one frozen, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 12)
+        self.up, self.down = nn.Linear(12, 40), nn.Linear(40, 12)
+        self.side, self.frozen = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)
+        self.never = nn.Linear(12, 7, bias=False)
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 5)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, side: bool) -> Tensor:
+        """Logits, shape (batch, 5)."""
+        hidden: Tensor = self.frozen(self.embed(tokens).mean(1))
+        hidden = hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+        logits: Tensor = self.head(hidden + self.side(hidden) if side else hidden)
+        return logits
+
+
+MATRICES = ("up.weight", "down.weight", "side.weight", "never.weight")
+
+
+class Whitened(Optimizer):
+    """A user's own matrix optimizer: momentum whose update is whitened; it decays first and writes to gradients."""
+
+    unit = "matrix"
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.9, decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay, "steps": 3})
+        self.calls = 0
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the matrix with singular values near 1, by the cubic Newton–Schulz iteration."""
+        result = matrix / matrix.norm().clamp(min=1e-7)
+        for _ in range(group["steps"]):
+            result = 1.5 * result - 0.5 * result @ result.mT @ result
+        return result
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update once."""
+        self.calls += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                buffer = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter))
+                parameter.mul_(1.0 - group["lr"] * group["decay"])
+                buffer.mul_(group["momentum"]).add_(parameter.grad)
+                update = parameter.grad.add_(buffer, alpha=group["momentum"])
+                parameter.add_(self.operator(update, group), alpha=-group["lr"])
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.02),
+    "Muon, plain momentum": lambda p: torch.optim.Muon(p, lr=0.02, nesterov=False, adjust_lr_fn="match_rms_adamw"),
+    "own": Whitened,
+}
+
+
+def optimizers(model: nn.Module, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
+    """Return the matrix optimizer of the matrices, and AdamW of the rest."""
+    named = dict(model.named_parameters())
+    rest = [p for name, p in named.items() if name not in MATRICES and p.requires_grad]
+    return [make([named[name] for name in MATRICES]), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(0, 11, (6, 4), generator=generator)
+
+
+def shared(plan: Plan, owners: Mapping[str, int], gathers: Iterable[Iterable[str]] | None = None) -> Plan:
+    """Return a plan whose operators have these owners."""
+    messages = None if gathers is None else tuple(map(tuple, gathers))
+    return replace(plan, updates=UpdatePlan(operator=OperatorPlan(owners=dict(owners), gathers=messages)))
+
+
+def owners_of(ranks: int) -> dict[str, int]:
+    return {name: index % ranks for index, name in enumerate(MATRICES)}
+
+
+def train(
+    model: nn.Module, forward: nn.Module, made: list[Optimizer], first: int = 0, steps: int = STEPS,
+    scaler: torch.amp.GradScaler | None = None, every: int = 1,
+    no_sync: Callable[[], Any] | None = None,
+) -> None:  # fmt: skip
+    """Train: clipped, with schedulers, accumulating over `every` micro-batches."""
+    schedules = [lr_scheduler.StepLR(one, 2, 0.7) for one in made]
+    for step in range(first, first + steps):
+        for one in made:
+            one.zero_grad()
+        for micro in range(every):
+            last = micro == every - 1
+            context = torch.enable_grad() if last or no_sync is None else no_sync()
+            with context:
+                loss = forward(batch(every * step + micro), dist.get_rank() == 0).square().mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            for one in made:
+                scaler.unscale_(one)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        order = made if step % 2 else made[::-1]
+        for one in order if step % 4 != 3 else order[:1]:
+            one.step() if scaler is None else scaler.step(one)
+        if scaler is not None:
+            scaler.update()
+        for schedule in schedules:
+            schedule.step()
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def by_ddp(make: Callable[[Any], Optimizer], **options: Any) -> nn.Module:
+    model = Mixer()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    no_sync = wrapped.no_sync if options.get("every", 1) > 1 else None
+    train(model, wrapped, optimizers(model, make), no_sync=no_sync, **options)
+    return model
+
+
+def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | None = None, **options: Any) -> bool:
+    """Tell whether a shared run has the bits of DDP, and the state of an optimizer that computes all."""
+    model = Mixer()
+    made = optimizers(model, make)
+    plan = shared(plan_of(model, dist.get_world_size()), owners_of(dist.get_world_size()), gathers)
+    session = planner.attach(model, made, plan)
+    no_sync = session.no_sync if options.get("every", 1) > 1 else None
+    train(model, model, made, no_sync=no_sync, **options)
+    report = session.report().operators
+    session.detach()
+    assert report is not None
+    assert report.parameters == len(MATRICES)
+    return equal(model, by_ddp(make, **options))
+
+
+def everything() -> dict[str, Any]:
+    """Return what the tests look at."""
+    ranks = dist.get_world_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", runtime.FallbackWarning)
+        found: dict[str, Any] = {"as ddp": {name: as_ddp(make) for name, make in MAKERS.items()}}
+        muon = MAKERS["Muon"]
+        single = [[name] for name in reversed(MATRICES)]
+        found["as ddp"] |= {
+            "a message for each": as_ddp(muon, single),
+            "accumulated": as_ddp(muon, every=2),
+            "scaled": as_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
+            "50 steps": as_ddp(muon, steps=50),
+        }
+        found["switched"] = switched(ranks)
+        found["resumed"] = resumed(ranks)
+    found["newton_schulz"] = newton_schulz()
+    found["refused"] = refusals(ranks)
+    found["fallback"] = fallbacks(ranks)
+    return found
+
+
+def switched(ranks: int) -> bool:
+    """From every rank repeating to owners, to other owners, and back."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    plain = plan_of(model, ranks)
+    session = planner.attach(model, made, plain)
+    plans = [shared(plain, owners_of(ranks)), shared(plain, {"up.weight": ranks - 1}), plain]
+    train(model, model, made, steps=2)
+    for number, plan in enumerate(plans, 1):
+        session.switch(plan)
+        train(model, model, made, first=2 * number, steps=2)
+    session.detach()
+    repeated = Mixer()
+    again = optimizers(repeated, MAKERS["Muon"])
+    session = planner.attach(repeated, again, plain)
+    for number in range(4):
+        train(repeated, repeated, again, first=2 * number, steps=2)
+    session.detach()
+    return equal(model, repeated)
+
+
+def resumed(ranks: int) -> bool:
+    """A checkpoint of a shared run continues as it would have, where every rank computes all."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    plain = plan_of(model, ranks)
+    session = planner.attach(model, made, shared(plain, owners_of(ranks)))
+    train(model, model, made, steps=3)
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(session.optimizer_state_dict())
+    train(model, model, made, first=3, steps=3)
+    session.detach()
+    other = Mixer()
+    again = optimizers(other, MAKERS["Muon"])
+    other.load_state_dict(saved[0])
+    for position, one in enumerate(again):
+        one.load_state_dict(saved[1][str(position)])
+    session = planner.attach(other, again, plain)
+    train(other, other, again, first=3, steps=3)
+    session.detach()
+    return equal(model, other)
+
+
+def newton_schulz() -> bool:
+    """The operator that planner computes has the bits of torch's step."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((5, 9), (9, 5), (16, 16)):
+        gradient = torch.randn(shape, generator=generator)
+        parameter = nn.Parameter(torch.zeros(shape))
+        optimizer = torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        group = optimizer.param_groups[0]
+        result = orthogonalize(gradient, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate = max(1.0, shape[0] / shape[1]) ** 0.5
+        if not torch.equal(parameter.detach(), torch.zeros(shape).add_(result, alpha=-rate)):
+            return False
+    return True
+
+
+def refusals(ranks: int) -> dict[str, str]:
+    """Return the messages of what cannot be attached."""
+
+    def attach(owners: Mapping[str, int], gathers: Any = None, of: Any = None) -> str:
+        model = Mixer()
+        made = optimizers(model, MAKERS["Muon"]) if of is None else of(model)
+        return raised(lambda: planner.attach(model, made, shared(plan_of(model, ranks), owners, gathers)))
+
+    return {
+        "rank": attach({"up.weight": ranks}),
+        "name": attach({"no.weight": 0}),
+        "gathers": attach({"up.weight": 0}, [["up.weight"], ["up.weight"]]),
+        "vector": attach({"up.bias": 0}),
+        "twice": attach(
+            {}, of=lambda model: [kind(model.parameters()) for kind in (torch.optim.SGD, torch.optim.Adam)]
+        ),
+        "empty": attach({}, of=lambda model: []),
+        "none inside": attach({}, of=lambda model: [torch.optim.SGD(model.parameters()), None]),
+    }
+
+
+class PerRank(Whitened):
+    """Depends on the rank."""
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return super().operator(matrix, group) * (1.0 + dist.get_rank())
+
+
+class Backwards(Whitened):
+    """Calls its operator in another order than that of its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in reversed([p for p in group["params"] if p.grad is not None]):
+                parameter.sub_(self.operator(parameter.grad, group))
+
+
+def fallbacks(ranks: int) -> dict[str, list[str]]:
+    """Return the warnings of operators that stay on every rank, with whether training continued."""
+    found = {}
+    for kind in (PerRank, Backwards):
+        model = Mixer()
+        made = optimizers(model, kind)
+        session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model, model, made, steps=3)
+        session.detach()
+        found[kind.__name__] = [str(one.message) for one in seen if one.category is runtime.FallbackWarning]
+    return found

@@ -1,0 +1,56 @@
+"""Owners compute the operators of matrix optimizers: the bits of DDP in every state of a run; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import muon_checks
+import pytest
+
+from planner.jobs.launch import LocalWorld, run_ranks
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Of both ranks."""
+    return run_ranks(LocalWorld(ranks=2), muon_checks.everything)
+
+
+def test_shared_operators_give_the_bits_of_ddp(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert all(rank["as ddp"].values()), rank["as ddp"]
+        assert rank["switched"]
+        assert rank["resumed"]
+        assert rank["newton_schulz"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("rank", "updates.operator.owners: found rank 2 for 'up.weight'; expected ranks from 0 to 1"),
+        ("name", "updates.operator.owners: found 'no.weight', which is no trainable parameter"),
+        ("gathers", "updates.operator.gathers: found 'up.weight' 2 times; expected each parameter with an owner once"),
+        ("vector", "shares the operator of up.bias, but found AdamW for it, which has no operator without state"),
+        ("twice", "optimizers: found embed.weight in two of them, SGD at position 0 and Adam at 1"),
+        ("empty", "optimizer: found an empty list, expected an optimizer, or None"),
+        ("none inside", "optimizer: found a list with a NoneType, expected a torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_all_ranks(results: list[dict[str, Any]], case: str, words: str) -> None:
+    for rank in results:
+        assert words in rank["refused"][case]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("PerRank", "rank 1 has another result of up.weight than rank 0"),
+        ("Backwards", "its step calls its operator 3 times for 3 parameters, or in another order"),
+    ],
+)
+def test_operators_that_ranks_cannot_share_stay_on_every_rank(
+    results: list[dict[str, Any]], kind: str, words: str
+) -> None:
+    (said,) = results[0]["fallback"][kind]
+    assert words in said
+    assert results[1]["fallback"][kind] == []
