@@ -57,7 +57,7 @@ def _call(arguments: list[str], folder: Path, limit_s: float) -> tuple[int, str]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "planner", *arguments], cwd=folder, capture_output=True, text=True, timeout=limit_s,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return 124, f"did not end within {limit_s:.0f} s"

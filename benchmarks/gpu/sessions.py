@@ -82,7 +82,7 @@ def run(setting: Setting) -> Found:
         overlap = "" if first.overlap is None else f"{first.overlap:.0%}"
         memory = f"{first.peak_bytes / MIB:.0f}" if setting.on_device else "not counted"
         rows.append((name, "yes" if equal else "**no**", like, f"{first.step_us / 1e3:.2f}", overlap, memory))
-    head = ("training", "ranks equal", "as DDP, bit for bit", "step ms", "messages beside backward", "peak MiB")
+    head = ("training", "ranks equal", "as DDP, bit for bit", "step ms", "messages during backward", "peak MiB")
     text = f"{RANKS} ranks over {backend}{shared(setting, backend)}, {size}.\n\n{table(head, rows)}"
     exact = ranks[0].get("exact")
     if isinstance(exact, Trained) and exact.buckets:

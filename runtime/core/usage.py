@@ -53,7 +53,7 @@ class UsageFlags:
     def write_given_up(self) -> None:
         """Record, before the message is sent, that an exception ended this rank's backward: no parameter counts."""
         self._tail.zero_()
-        self._tail[-1] = 1
+        self._tail[-1:].fill_(1)
 
     def given_up(self) -> int:
         """Return, after the message has come, how many ranks gave the step up. Waits for the device."""
@@ -94,14 +94,15 @@ class GatheredUsage:
         return gather(self._told.view(-1), self._own, group)
 
     def write(self, unused: Sequence[int]) -> None:
-        self._own.fill_(1)
-        self._own[-1] = 0
+        # Slices: assigning a number to one element copies it from the host, which then waits for the device.
+        self._own[:-1].fill_(1)
+        self._own[-1:].zero_()
         if unused:
             self._own.index_fill_(0, queued_to(torch.tensor(unused), self._own.device), 0)
 
     def write_given_up(self) -> None:
-        self._own.zero_()
-        self._own[-1] = 1
+        self._own[:-1].zero_()
+        self._own[-1:].fill_(1)
 
     def given_up(self) -> int:
         return int(self._told[:, -1].sum())
