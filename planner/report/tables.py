@@ -254,6 +254,8 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
     if plan.fsdp2 is not None:
         tables = list(wrapping_listings(plan, plan.fsdp2, groups=buckets))
         said = wrapping_lines(plan, plan.fsdp2)
+    elif plan.phases is not None:
+        tables, said = [], list(interface_lines(plan))
     else:
         tables = [summary_table(plan), *([_bucket_table(plan)] if buckets else [])]
         risky = ((plan.frontier, _frontier_table), (plan.delays, _delay_table), (plan.updaters, _updaters_table))
@@ -262,7 +264,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
         said = [f"accuracy {plan.accuracy}; {line}" if line else "", *interface_lines(plan), uncertainty_line(plan)]
     console.print(plan_line(plan), highlight=False)
     print_tables(*tables, console=console)
-    lines = [*filter(None, (*said, certificate_text(plan)))]
+    lines = [*filter(None, (*said, "" if plan.phases else certificate_text(plan)))]
     lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
     lines += filter(None, [cost_line(plan.accuracy, plan.accuracy_measured)])
     if buckets:
@@ -277,6 +279,8 @@ def plan_line(plan: Plan) -> str:
     """Return the plan in one sentence: its messages, its predicted step, and that of DDP or of the best baseline."""
     said, baselines = plan.predicted, plan.baselines or {}
     messages = pluralize(len(plan.buckets), "bucket")
+    if plan.phases is not None:
+        messages = pluralize(len(plan.phases), "phase")
     if plan.fsdp2 is not None:
         messages = f"a wrapping of {pluralize(len(plan.fsdp2.groups) + 1, 'group')}"
     kind = "" if plan.accuracy == "exact" else f"{plan.accuracy}, "

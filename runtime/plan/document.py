@@ -336,6 +336,11 @@ class Plan(Document):
     """Notes of the planner for readers."""
 
     @property
+    def first(self) -> Plan:
+        """Return the plan of the first steps: that of the first phase, or the plan itself."""
+        return self if self.phases is None else self.phases[0].plan
+
+    @property
     def gradients(self) -> tuple[str, ...]:
         """Return all gradient names in readiness order."""
         return tuple(name for bucket in self.buckets for name in bucket.gradients)

@@ -128,15 +128,13 @@ def attach_as(
         given = plan if isinstance(plan, Plan) else None if isinstance(plan, PlanToMake) else load_plan(plan)
     except InputError as error:
         problem = str(error)
-    whole = given
-    if given is not None and given.phases is not None:
-        given = given.phases[0].plan
+    whole, given = given, given and given.first
     predicted_us = given.predicted.iteration_us if given and given.predicted else 0.0
     group, timeout_s = options.process_group, options.timeout_s
     world = World.join(group, *deadlines(timeout_s, group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
         facts, found = check_attach(model, optimizer, given, options, world, attached)
-        everyone = compare_ranks(world, model, facts, given, problem or found, options, whole)
+        everyone = compare_ranks(world, model, facts, whole, problem or found, options)
         if given is None:
             assert isinstance(plan, PlanToMake)  # else its file was refused
             given = plan.make(world, facts, everyone)
@@ -163,18 +161,9 @@ def attach_as(
 
 
 def compare_ranks(
-    world: World,
-    model: nn.Module,
-    facts: ModelFacts,
-    plan: Plan | None,
-    problem: str | None,
-    options: AttachOptions,
-    whole: Plan | None = None,
+    world: World, model: nn.Module, facts: ModelFacts, plan: Plan | None, problem: str | None, options: AttachOptions
 ) -> list[RankInfo]:
-    """Compare plans, models, and what is wrong on each rank; return what every rank is, and note their nodes.
-
-    `whole`: the plan in phases of which `plan` is the first.
-    """
+    """Compare plans, models, and what is wrong on each rank; return what every rank is, and note their nodes."""
     where: NodeInfo | None = None
     try:
         where = node_info(world.group, options.mesh)
@@ -183,9 +172,7 @@ def compare_ranks(
     digest, print_, parameters = "", "", tuple[str, ...]()
     if problem is None:
         print_ = facts.fingerprint
-        digest, parameters = (
-            ("", tuple(facts.parameters)) if plan is None else ((whole or plan).digest(), plan.gradients)
-        )
+        digest, parameters = ("", tuple(facts.parameters)) if plan is None else (plan.digest(), plan.first.gradients)
     followed = form_of_followed(model, buffers=options.broadcast_buffers) if options.sync else ""
     mine = RankInfo(
         __version__, torch.__version__, digest, print_, parameters, device_kinds(model), problem, where=where,

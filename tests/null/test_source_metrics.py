@@ -56,7 +56,7 @@ FOR_USERS = {
     "parse_schedule": "reads what `str` of a schedule prints",
     "share_norms": "of an optimizer without a plan", "stop_sharing": "of an optimizer without a plan",
     "FEATURES": "the rows of a table that a page shows",
-    "optimizer_state_dict": "of a session",
+    "next_phase": "of a session", "optimizer_state_dict": "of a session",
     "create_args_for_root": "of torch.fx", "supports_higher_order_operators": "of torch",
 }  # fmt: skip
 """Names that nothing of ours uses but tests → who does."""
