@@ -524,11 +524,11 @@ class Session:
 
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
-        rank's part of them before rounding (`weights`), one with a delay its part of the global weights and
-        momenta, and its own weights (`delay`).
+        rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
+        with a delay its part of the global weights and momenta, and its own weights (`delay`).
         """
         named = {"plan": self.plan.digest(), "ranks": self._world.ranks}
-        return named | self._monitor.state() | self._mode.state()
+        return named | self._weights.state() | self._monitor.state() | self._mode.state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole `state_dict()`, on the host where its step is sharded; all ranks call this.
@@ -572,7 +572,9 @@ class Session:
                 also of other buckets.
         """
         self.step = self._mode.load(state)
-        following = self._monitor.load(state if isinstance(state, dict) else state[0], self.plan)
+        first = state if isinstance(state, dict) else state[0]
+        self._weights.load(first)
+        following = self._monitor.load(first, self.plan)
         if following is not None:
             mode = make_mode(following, self._host)
             self._pending = self.step, mode, mode.make_exchange()

@@ -48,6 +48,10 @@ def test_an_average_that_is_not_zeroed_is_added(several: list[dict[str, Any]]) -
     assert all(rank["kept_average"] < 1e-12 for rank in several)
 
 
+def test_a_run_continues_from_its_state_bit_for_bit(several: list[dict[str, Any]]) -> None:
+    assert all(rank["continued"] for rank in several)
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
