@@ -107,3 +107,10 @@ def test_the_late_rank_is_named_with_what_makes_it_late(several: list[dict[str, 
             True
         ] * (number == 0)
         assert all(f"what is longer there is {cause}" in one for one in said)
+
+
+@pytest.mark.long
+def test_a_script_that_stops_early_ends_with_an_error_before_the_deadline() -> None:
+    first, *others = run_ranks(LocalWorld(ranks=2), weight_checks.stops_early)
+    assert first == "nothing at once"
+    assert all(one.startswith("CommunicationError: ") and one.endswith("at once") for one in others), others

@@ -410,3 +410,19 @@ def all_checks() -> dict[str, Any]:
         "late_rank": late_rank() if dist.get_world_size() == 2 else None,
         "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
     }  # fmt: skip
+
+
+def stops_early() -> str:
+    """What the other ranks hear of a rank whose script ends its loop without `session.batches`."""
+    model = Net()
+    session = runtime.attach(model, None, plan_of(model, 2), timeout_s=100.0)
+
+    def run() -> None:
+        for step in range(1 if dist.get_rank() == 0 else 3):
+            session.weight(2)
+            loss_of(model, *samples(0, step)).backward()
+
+    begun_s = time.monotonic()
+    found = raised(run)
+    session.detach()
+    return f"{found} {'at once' if time.monotonic() - begun_s < 50 else 'late'}"
