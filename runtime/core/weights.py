@@ -13,7 +13,7 @@ times their number on a rank, as with DDP: scripts divide the loss by that numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Weights:
         """Whether this rank has given a weight, or will."""
         self.unit: float | None = None
         """Agreed weight n₀, equal on all ranks; None: ranks have no weights, or have not agreed on it yet."""
+        self._resumed: float | None = None
+        """Unit of the run that this one continues."""
         self._agreed = False
         self._given: float | None = None
         self.default: float | None = None
@@ -97,7 +99,9 @@ class Weights:
 
     def _agree(self, n: float | None) -> None:
         """Agree on n₀ with all ranks, of which each calls this once. Raises InputError on all of them alike."""
-        everyone: list[float | None] = self._world.gather(n, "agreeing on the weights of ranks")
+        found: list[tuple[float | None, float | None]]
+        found = self._world.gather((n, self._resumed), "agreeing on the weights of ranks")
+        everyone, units = [one for one, _ in found], {unit for _, unit in found}
         self._agreed = True
         if all(one is None for one in everyone):
             return
@@ -109,6 +113,8 @@ class Weights:
                 f"{self._world.ranks}; expected a weight on every rank in the first step, or on none: {HINT}"
             )
         self.connect()
+        if len(units) == 1:  # all ranks continue from one run
+            self.unit = units.pop()
         if self.unit is None:
             positive = [one for one in everyone if one]
             equal = len(set(positive)) == 1  # their mean may be rounded
@@ -192,6 +198,14 @@ class Weights:
     def abort(self) -> None:
         """Forget the micro-batches of a backward that an exception ended."""
         self.factor, self._sum, self._micro_batches = None, 0.0, 0
+
+    def state(self) -> dict[str, float]:
+        """Return what `load` continues from: residuals are in this unit."""
+        return {} if self.unit is None else {"weight_unit": self.unit}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue with the unit of another run, if ranks have not agreed on one yet."""
+        self._resumed = state.get("weight_unit")
 
     def leave(self) -> None:
         if self._control is not None:

@@ -326,7 +326,8 @@ class Session:
         The gradient is Σ nᵢ gᵢ / Σ nᵢ over ranks, as of one process that has all their samples. Call it before each
         backward, also those in `no_sync`, on every rank, from the first step on. `.grad` inside `no_sync` is a
         weighted sum. With accumulation the sum is over all micro-batches, times their number: divide the loss by that,
-        as with DDP. Residuals of lossy buckets count with the weights of the step that sends them.
+        as with DDP. Residuals of lossy buckets count with the weights of the step that sends them. One rank alone adds
+        its micro-batches up as they are.
 
         Args:
             n: at least 0; 0 lets this rank contribute zeros, whatever its gradients are.
@@ -568,11 +569,11 @@ class Session:
 
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
-        rank's part of them before rounding (`weights`), one with a delay its part of the global weights and
-        momenta, and its own weights (`delay`).
+        rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
+        with a delay its part of the global weights and momenta, and its own weights (`delay`).
         """
         named = {"plan": self.plan.digest(), "ranks": self._world.ranks}
-        return named | self._monitor.state() | self._mode.state()
+        return named | self._weights.state() | self._monitor.state() | self._mode.state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole `state_dict()`, on the host where its step is sharded; all ranks call this.
@@ -620,7 +621,9 @@ class Session:
                 also of other buckets.
         """
         self.step = self._mode.load(state)
-        following = self._monitor.load(state if isinstance(state, dict) else state[0], self.plan)
+        first = state if isinstance(state, dict) else state[0]
+        self._weights.load(first)
+        following = self._monitor.load(first, self.plan)
         if following is not None:
             mode = make_mode(following, self._host)
             self._pending = self.step, mode, mode.make_exchange()

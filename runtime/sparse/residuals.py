@@ -220,7 +220,9 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     good = (
         isinstance(one, dict)
-        and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried", "weights", "step"}
+        and {"plan", "ranks"}
+        <= set(one)
+        <= {"plan", "ranks", "rank", "tried", "carried", "weights", "step", "weight_unit"}
         and isinstance(carried, dict)
         and (not carried or ("rank" in one and set(carried) - {"starts"} == {"residuals", "steps", "loss_scale"}))
         and all(

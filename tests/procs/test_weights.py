@@ -48,6 +48,10 @@ def test_an_average_that_is_not_zeroed_is_added(several: list[dict[str, Any]]) -
     assert all(rank["kept_average"] < 1e-12 for rank in several)
 
 
+def test_a_run_continues_from_its_state_bit_for_bit(several: list[dict[str, Any]]) -> None:
+    assert all(rank["continued"] for rank in several)
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -103,3 +107,10 @@ def test_the_late_rank_is_named_with_what_makes_it_late(several: list[dict[str, 
             True
         ] * (number == 0)
         assert all(f"what is longer there is {cause}" in one for one in said)
+
+
+@pytest.mark.long
+def test_a_script_that_stops_early_ends_with_an_error_before_the_deadline() -> None:
+    first, *others = run_ranks(LocalWorld(ranks=2), weight_checks.stops_early)
+    assert first == "nothing at once"
+    assert all(one.startswith("CommunicationError: ") and one.endswith("at once") for one in others), others

@@ -342,6 +342,30 @@ def uneven_batches(with_weights: bool) -> tuple[float, int, list[int], str]:
     return difference(model, reference), counted, seen, empty
 
 
+def continued() -> bool:
+    """Whether a run that stops and goes on from its state ends with the bits of one that does not."""
+    ends = []
+    for stops in (False, True):
+        model = Net(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = EQUAL["sparse"](model)
+        session = runtime.attach(model, optimizer, plan, guard=False)
+        for step in range(4):
+            if stops and step == 2:
+                state = session.state_dict()
+                session.detach()
+                session = runtime.attach(model, optimizer, plan, guard=False)
+                session.load_state_dict(state)
+            x, y = samples(dist.get_rank(), step, torch.float32)
+            optimizer.zero_grad()
+            session.weight(len(x))
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        session.detach()
+        ends.append(digest(model))
+    return ends[0] == ends[1]
+
+
 class Slow(nn.Module):
     """Rank 1 computes for longer."""
 
@@ -382,6 +406,23 @@ def all_checks() -> dict[str, Any]:
         "like_one_process": like_one_process(), "equal_weights": equal_weights(), "bits_of_float32": bits_of_float32(),
         "narrow_mean": narrow_mean(), "refusals": refusals(), "zero_weight": zero_weight(),
         "kept_average": kept_average(),
+        "continued": continued(),
         "late_rank": late_rank() if dist.get_world_size() == 2 else None,
         "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
     }  # fmt: skip
+
+
+def stops_early() -> str:
+    """What the other ranks hear of a rank whose script ends its loop without `session.batches`."""
+    model = Net()
+    session = runtime.attach(model, None, plan_of(model, 2), timeout_s=100.0)
+
+    def run() -> None:
+        for step in range(1 if dist.get_rank() == 0 else 3):
+            session.weight(2)
+            loss_of(model, *samples(0, step)).backward()
+
+    begun_s = time.monotonic()
+    found = raised(run)
+    session.detach()
+    return f"{found} {'at once' if time.monotonic() - begun_s < 50 else 'late'}"
