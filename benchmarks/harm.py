@@ -299,6 +299,8 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         found = scores[best][pair]
         verdict = "passes" if found.passes else "does not pass"
         yield f"- chosen on {' and '.join(pair)}: {best}; on {rest} {found}: it {verdict}"
+    yield ""
+    yield from (f"- *{figure}*: {text}" for figure, text in FIGURES.items())
     passed = [figure for figure, of_pairs in scores.items() if all(one.passes for one in of_pairs.values())]
     yield ""
     yield f"Good enough on all tasks that it was not chosen on: {', '.join(passed) or 'no figure'}."
