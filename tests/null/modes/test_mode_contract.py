@@ -25,6 +25,7 @@ from runtime.plan import (
     LocalAsyncSpec,
     ModelReference,
     NormPlan,
+    OperatorPlan,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -56,8 +57,9 @@ HAS: dict[str, Any] = {
     "wire": replace(BUCKET, compressor=CompressorSpec(name="wire", dtype="bfloat16")),
     "low_rank": replace(BUCKET, compressor=CompressorSpec(name="powersgd", rank=1)),
     "shared_norms": NormPlan(shares=(NAMES[:2], NAMES[2:])),
+    "shared_operator": OperatorPlan(owners={NAMES[0]: 1}),
 }
-"""Feature → the bucket, or the norms, of a plan that has it."""
+"""Feature → the bucket, the norms or the operator of a plan that has it."""
 PLANNING_ALONE = {"solver"}
 """Features of no plan."""
 
@@ -76,7 +78,8 @@ def plan_of(asks: dict[str, Any], feature: str | None = None) -> Plan:
     has = HAS[feature]
     if isinstance(has, PlanBucket):
         return replace(plan, buckets=(has,))
-    return replace(plan, updates=replace(plan.updates or UpdatePlan(), norms=has))
+    part = "norms" if isinstance(has, NormPlan) else "operator"
+    return replace(plan, updates=replace(plan.updates or UpdatePlan(), **{part: has}))
 
 
 def test_modes_are_those_of_the_table() -> None:
