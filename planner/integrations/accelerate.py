@@ -22,6 +22,7 @@ from planner.integrations.attaching import (
     detach,
     model_state,
     session_of,
+    together,
     whole_states,
 )
 from planner.online.attach import PlannedSession
@@ -123,7 +124,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
     def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         mine = {id(parameter) for parameter in model.parameters()}
         of_model = [o for o in optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
-        optimizer = tuple(of_model) or None
+        optimizer = together(of_model)
         scale = None if self.scaler is None else self.scaler.get_scale
         self.sessions.append(self.options.attach(model, optimizer, self._arguments(), scale))
 

@@ -150,6 +150,14 @@ def named_metrics(session: PlannedSession) -> dict[str, float]:
     return {f"planner/{name}": value for name, value in session.metrics().items()}
 
 
+def together(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, ...] | None:
+    """Return a model's optimizers as `planner.attach` takes them; None where there are none, or two share a parameter:
+    then none of them is timed.
+    """
+    held = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    return tuple(optimizers) if optimizers and len(set(held)) == len(held) else None
+
+
 @contextmanager
 def whole_states(sessions: Iterable[PlannedSession]) -> Iterator[None]:
     """Make `state_dict()` of models and optimizers what a checkpoint needs; all ranks call this."""

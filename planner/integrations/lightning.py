@@ -23,6 +23,7 @@ from planner.integrations.attaching import (
     detach,
     model_state,
     named_metrics,
+    together,
 )
 from planner.online.attach import PlannedSession
 from runtime.plan import Accuracy, Plan
@@ -57,11 +58,11 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         """Leave the model plain."""
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """See `DDPStrategy.setup`; all optimizers are attached."""
+        """See `DDPStrategy.setup`; all optimizers are attached, unless they share parameters."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING or self.model is None:
             return
-        optimizer = tuple(self.optimizers) or None
+        optimizer = together(self.optimizers)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = None if scaler is None else scaler.get_scale
         self.session = self._planned.attach(self.model, optimizer, self._arguments, scale)

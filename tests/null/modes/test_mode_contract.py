@@ -25,6 +25,7 @@ from runtime.plan import (
     LocalAsyncSpec,
     ModelReference,
     NormPlan,
+    OperatorPlan,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -57,8 +58,9 @@ HAS: dict[str, Any] = {
     "low_rank": replace(BUCKET, compressor=CompressorSpec(name="powersgd", rank=1)),
     "from_step": 100,
     "shared_norms": NormPlan(shares=(NAMES[:2], NAMES[2:])),
+    "shared_operator": OperatorPlan(owners={NAMES[0]: 1}),
 }
-"""Feature → the bucket, the norms or the first compressed step of a plan that has it."""
+"""Feature → the bucket, the norms, the operator or the first compressed step of a plan that has it."""
 PLANNING_ALONE = {"solver"}
 """Features of no plan."""
 
@@ -79,7 +81,8 @@ def plan_of(asks: dict[str, Any], feature: str | None = None) -> Plan:
         return replace(plan, buckets=(has,))
     if isinstance(has, int):
         return replace(plan, from_step=has)
-    return replace(plan, updates=replace(plan.updates or UpdatePlan(), norms=has))
+    part = "norms" if isinstance(has, NormPlan) else "operator"
+    return replace(plan, updates=replace(plan.updates or UpdatePlan(), **{part: has}))
 
 
 def test_modes_are_those_of_the_table() -> None:
