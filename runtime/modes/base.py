@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,10 +22,10 @@ from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import Exchange
 from runtime.core.options import AttachOptions
-from runtime.errors import InputError
+from runtime.errors import AccuracyWarning, InputError
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.step_report import StepReport
-from runtime.plan import Plan
+from runtime.plan import NO_COMPRESSION, Plan
 from runtime.plan.combinations import SYNCHRONOUS
 from runtime.sparse.layout import make_buckets
 from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
@@ -246,6 +247,27 @@ class Synchronous(Mode):
     """Every `.grad` is the average over ranks, to which some buckets may send a part alone."""
 
     name = SYNCHRONOUS
+
+
+def dense_plan(plan: Plan) -> Plan:
+    """Return the plan with all buckets dense, each all-reduced by the library: for synchronous steps before others."""
+    dense = (
+        replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
+        for bucket in plan.buckets
+    )
+    return replace(plan, buckets=tuple(dense))
+
+
+def warn_of_scales(host: Host) -> None:
+    """Warn where ranks that have trained alone scale losses differently; all ranks call this."""
+    scale = host.options.loss_scale or (lambda: 1.0)
+    scales = host.world.gather(scale(), "comparing loss scales")
+    if len(set(scales)) > 1:
+        host.world.warn(
+            f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
+            f"steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)",
+            AccuracyWarning,
+        )
 
 
 def check_one_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], why_one: str) -> str | None:

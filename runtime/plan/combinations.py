@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from runtime.plan.transports import Transport
 
-SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
+SYNCHRONOUS, SHARDED, DELAY, OUTER, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "outer", "local_updaters"
 
 TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
     "topology", "selection", "layer_selection", "wire", "low_rank", "shared_norms", "solver"
@@ -39,6 +39,11 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
         LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
+        SOLVER: "the constraint program models synchronous steps",
+    },
+    OUTER: {
+        TOPOLOGY: "outer steps send weights between workers, on flat collectives",
+        SHARED_NORMS: "workers have weights of their own between outer steps: each computes all norms itself",
         SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {
