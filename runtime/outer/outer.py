@@ -260,10 +260,15 @@ class Outer(Mode, StepHooks):
 
     @torch.no_grad()
     def end(self) -> None:
-        """See `Mode.end`: a last round averages weights, whole and with what error feedback has held back."""
-        self._ended = True
+        """See `Mode.end`: a last round averages weights, whole and with what error feedback has held back.
+
+        Where the optimizer's step of the last backward is yet to come, gradients are averaged, too: it is synchronous.
+        """
         if self._fragments is None:
+            self._ended = True
             return
+        self._settle_last_step()
+        self._ended = True
         for fragment in self._fragments:
             if fragment.launched is not None:
                 self._finish(fragment)
@@ -281,6 +286,20 @@ class Outer(Mode, StepHooks):
         warn_of_scales(self.host)
         self.close()
 
+    def _settle_last_step(self) -> None:
+        """Let ranks whose optimizer has left out the last step send what others have sent behind it; where it is yet to
+        come on all ranks, average its gradients.
+        """
+        done = self._world.gather(self._done, "ending outer steps")
+        if max(done) == self.host.step:
+            self._advance(self.host.step)
+            return
+        for parameter in self._parameters.values():
+            gradients = self._world.gather(parameter.grad is not None, "ending outer steps")
+            if any(gradients):
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = own.copy_(mean_over(self._world, own))
+
     def _average_buffers(self) -> None:
         buffers = self.host.synced_buffers()
         for buffer in buffers:
@@ -294,6 +313,7 @@ class Outer(Mode, StepHooks):
         if self._fragments is None:
             yield
             return
+        self._advance(self.host.step)
         buffers = self.host.synced_buffers()
         before, own = self._aside, (copied(self._own_weights()), [buffer.detach().clone() for buffer in buffers])
         for fragment in self._fragments:
@@ -301,18 +321,15 @@ class Outer(Mode, StepHooks):
         self._aside = before or own
         try:
             with torch.no_grad():
-                for name, anchor in self._anchors():
-                    self._parameters[name].copy_(anchor)
+                for fragment in self._fragments:
+                    for one in fragment.rounds:
+                        for name, anchor in one.weights(keep=fragment.launched is not None).items():
+                            self._parameters[name].copy_(anchor)
                 self._average_buffers()
             yield
         finally:
             self._aside = before
             self._take(*own, buffers)
-
-    def _anchors(self) -> Iterator[tuple[str, Tensor]]:
-        for fragment in self._fragments or ():
-            for one in fragment.rounds:
-                yield from one.weights(keep=fragment.launched is not None).items()
 
     def _own_weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
@@ -338,6 +355,8 @@ class Outer(Mode, StepHooks):
             raise InputError(
                 "state_dict: the session is detached; expected one with its weights: call it before detach"
             )
+        if self._aside is None:
+            self._advance(self.host.step)
         state: dict[str, Any] = {
             "version": VERSION, "spec": asdict(self.spec), "buckets": buckets_of(self.plan), "step": self.host.step,
             "begun": None,
