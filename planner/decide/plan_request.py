@@ -24,6 +24,7 @@ from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import DEFAULT_COMPRESS, Joint, check_compress, check_max_rank
 from planner.passes.late_gather import LateGathers
 from planner.passes.local_async import LocalAsync
+from planner.passes.outer import Outer, check_max_period
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
 from runtime.errors import InputError
@@ -37,10 +38,11 @@ LOSSY_OPTIONS: dict[str, tuple[Accuracy, Callable[[Any], object]]] = {
     "max_rank": ("bounded", check_max_rank),
     "protect": ("bounded", str),
     "max_delay": ("relaxed", check_max_delay),
+    "max_period": ("relaxed", check_max_period),
 }
 """Options for lossy passes: the class of plan that each is about, and its check."""
 
-USUAL: dict[Accuracy, tuple[Pass, ...]] = {"bounded": (Joint(),), "relaxed": (Delay(), LocalAsync())}
+USUAL: dict[Accuracy, tuple[Pass, ...]] = {"bounded": (Joint(),), "relaxed": (Delay(), LocalAsync(), Outer())}
 """The lossy passes of each class, where none is named."""
 
 
@@ -65,6 +67,7 @@ class Request:
     max_rank: int | None = None
     protect: str | None = None
     max_delay: int | None = None
+    max_period: int | None = None
     max_memory_mib: float | None = None
     given: Schedule | None = None
     """A schedule that the plan has to have (`--from-schedule`)."""
@@ -126,6 +129,7 @@ class Request:
         for accuracy, usual in USUAL.items():
             if accuracy in self._classes:
                 found += [each for each in self.all_passes if each.accuracy == accuracy] or usual
+        found = [each for each in found if not each.interface or each.interface in self.interfaces]
         return with_options(found, **{option: getattr(self, option) for option in LOSSY_OPTIONS})
 
     @property

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
 from runtime.comm.collectives.direct import by_message, library_all_reduce
-from runtime.comm.by_device import make_communicator
 from runtime.comm.communicator import NullCommunicator
 from runtime.comm.topology import Topology
 from runtime.comm.world import first_line
@@ -234,9 +234,7 @@ class Outer(Mode, StepHooks):
                 lossy = make_lossy(
                     own, planned.compressor, ranks, rank=self._world.rank, native=planned.transport.native
                 )
-                made = CompressedRound(
-                    own, lossy, self._parameters, self.spec.optimizer, self._world, communicator
-                )
+                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, self._world, communicator)
             for anchor in made.anchors:
                 anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
             self._rounds.append(made)
@@ -272,9 +270,7 @@ class Outer(Mode, StepHooks):
         for fragment in self._fragments:
             if fragment.launched is not None:
                 self._finish(fragment)
-        residuals = {
-            name: part for one in self._rounds for name, part in one.residuals().get("residuals", {}).items()
-        }
+        residuals = {name: part for one in self._rounds for name, part in one.residuals().get("residuals", {}).items()}
         for name, parameter in self._parameters.items():
             own = parameter.detach()
             if name in residuals:
@@ -389,8 +385,10 @@ class Outer(Mode, StepHooks):
         step: int = states[0]["step"]
         if states[0]["begun"] is None:
             if self._fragments is not None:  # the plan has no warm-up, and yet the state is of one
-                raise InputError("load_state_dict: found the state of a run that stayed synchronous, expected one with "
-                                 "local steps: load it into a session with an exact plan")
+                raise InputError(
+                    "load_state_dict: found the state of a run that stayed synchronous, expected one with "
+                    "local steps: load it into a session with an exact plan"
+                )
             self._done = step
             return step
         if self._fragments is None:
@@ -411,7 +409,9 @@ class Outer(Mode, StepHooks):
                 for key, tensor in anchor.tensors().items():
                     whole = whole_of(parts, key, same or anchor.ranks == 1)
                     if not same and anchor.ranks > 1:
-                        whole = nn.functional.pad(whole[: anchor.numel], (0, anchor.ranks * anchor.share - anchor.numel))
+                        whole = nn.functional.pad(
+                            whole[: anchor.numel], (0, anchor.ranks * anchor.share - anchor.numel)
+                        )
                         whole = anchor.own(whole)
                     tensor.copy_(whole)
         for one, residuals in zip(self._rounds, own["residuals"], strict=True):

@@ -20,6 +20,7 @@ from runtime.errors import InputError
 from runtime.pages import page
 from runtime.plan.fully_sharded import FullyShardPlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
+from runtime.plan.outer import OuterSpec, partition_problem
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,
@@ -29,8 +30,17 @@ from runtime.plan.predicted import (
     ScalingPoint,
     UpdatersPoint,
 )
-from runtime.plan.outer import OuterSpec, partition_problem
-from runtime.plan.strict_json import HINT, Count, Document, Name, PositiveCount, PredictedUs, Ranks, Record, repeated_item
+from runtime.plan.strict_json import (
+    HINT,
+    Count,
+    Document,
+    Name,
+    PositiveCount,
+    PredictedUs,
+    Ranks,
+    Record,
+    repeated_item,
+)
 from runtime.plan.transports import Transport, transport_of
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"

@@ -103,9 +103,7 @@ class OuterSpec(Record):
         return None
 
 
-def partition_problem(
-    parts: Sequence[Sequence[str]], gradients: Sequence[str], where: str, part: str
-) -> str | None:
+def partition_problem(parts: Sequence[Sequence[str]], gradients: Sequence[str], where: str, part: str) -> str | None:
     """Return why parts, each called a `part`, do not hold each gradient exactly once; None if they do."""
     known = set(gradients)
     for index, names in enumerate(parts):

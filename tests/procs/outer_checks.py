@@ -325,7 +325,17 @@ def buffers() -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     check.__name__: check
-    for check in (against_reference, plain_averaging, compressed, resumed, switched, more_workers, leaves_between_gradient_and_step, habits, buffers)
+    for check in (
+        against_reference,
+        plain_averaging,
+        compressed,
+        resumed,
+        switched,
+        more_workers,
+        leaves_between_gradient_and_step,
+        habits,
+        buffers,
+    )
 }
 
 

@@ -36,7 +36,10 @@ class Reference:
         rule = self.spec.optimizer
         self.outer = [
             torch.optim.SGD(
-                [self.anchors[name] for name in fragment], lr=rule.lr, momentum=rule.momentum, nesterov=rule.momentum > 0
+                [self.anchors[name] for name in fragment],
+                lr=rule.lr,
+                momentum=rule.momentum,
+                nesterov=rule.momentum > 0,
             )
             for fragment in self.fragments
         ]
