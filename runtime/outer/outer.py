@@ -380,7 +380,9 @@ class Outer(Mode, StepHooks):
         if self.host.step:
             raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
         given = [state] if isinstance(state, dict) else list(state)
-        plain = [{key: value for key, value in one.items() if key != "outer"} for one in given]
+        plain = [dict(one) for one in given]
+        for one in plain:
+            del one["outer"]
         super().load(plain[0] if isinstance(state, dict) else plain)
         step: int = states[0]["step"]
         if states[0]["begun"] is None:

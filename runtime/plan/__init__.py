@@ -30,5 +30,6 @@ from runtime.plan.strict_json import HINT
 __all__ = [
     "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
     "LocalAsyncSpec", "ModelReference", "NormPlan", "OuterOptimizer", "OuterSpec", "Plan", "PlanBucket", "PlanWorld",
-    "StepPlan", "UpdatePlan", "blocks_problem", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
+    "StepPlan", "UpdatePlan", "blocks_problem", "check_has_buckets", "gathers_problem", "interface_problem",
+    "load_plan", "parse_plan",
 ]  # fmt: skip
