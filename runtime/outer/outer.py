@@ -151,7 +151,7 @@ class Outer(Mode, StepHooks):
         self._advance(self.host.step - 1)
 
     def _advance(self, step: int) -> None:
-        """Do what is due behind the last of so many steps, once."""
+        """Do what is due behind the step of this number, once."""
         if step <= self._done or self._ended:
             return
         self._done = step
@@ -195,7 +195,7 @@ class Outer(Mode, StepHooks):
             self._begin(self.host.step)
 
     def _begin(self, step: int) -> None:
-        """Let each worker have weights of its own after so many steps, if all have memory for it."""
+        """Let each worker have weights of its own after this number of steps, if all have memory for it."""
         host, problem = self.host, None
         self._world = host.world.split([range(host.world.ranks)])
         try:
