@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -262,6 +264,15 @@ def switched() -> dict[str, Any]:
         found[f"{name} optimizer"] = same_everywhere(states)
         session.detach()
     return found
+
+
+def loses_a_worker() -> None:
+    """The second worker is killed between rounds."""
+    model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
+    for step in range(20):
+        train(model, optimizer, range(step, step + 1))
+        if step == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def same_everywhere(tensors: list[Tensor]) -> bool:

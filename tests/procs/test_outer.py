@@ -10,6 +10,7 @@ from asked import asked_for
 from findings import wrong
 
 from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.errors import EnvironmentFailure
 
 Results = list[dict[str, dict[str, Any]]]
 
@@ -25,3 +26,9 @@ def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
         assert wrong(results[check]) == {}, rank
+
+
+def test_a_lost_worker_ends_the_run() -> None:
+    with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL") as caught:
+        run_ranks(LocalWorld(ranks=2), outer_checks.loses_a_worker)
+    assert caught.value.exit_code == 3
