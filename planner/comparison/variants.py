@@ -80,7 +80,7 @@ class BucketVariant(Variant):
 
     @property
     def cycle(self) -> int:
-        """Return the number of steps after which its steps repeat: k of a delay, H of outer steps; 0: each step does."""
+        """Return the number of steps after which its steps repeat: k of a delay, H of outer steps; else 0."""
         if self.plan is None:
             return 0
         delay, outer = self.plan.delay, self.plan.outer

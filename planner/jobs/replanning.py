@@ -123,8 +123,8 @@ def replan(
         )
     if session.plan.outer is not None:
         raise InputError(
-            "planner.replan: the run has outer steps, in which no gradients are exchanged and measured; expected a plan "
-            "without: session.switch to an exact plan first, or profile again"
+            "planner.replan: the run has outer steps, in which no gradients are exchanged and measured; expected a "
+            "plan without: session.switch to an exact plan first, or profile again"
         )
     old, mine = _measure_rank(session, profile)
     everyone: list[RankSteps] = session._world.gather(mine, "comparing the last steps")
