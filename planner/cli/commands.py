@@ -90,6 +90,9 @@ class Lossy:
     max_delay: int | None = option(
         "Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
     )
+    max_period: int | None = option(
+        "Relaxed plans with --allow outer: the largest number of local steps between two rounds (default 64)."
+    )
 
 
 @options
@@ -135,7 +138,7 @@ class Profile:
 
 DECIDING = (
     "--print-after", "--passes", "--solver", "--solver-limit", "--compress", "--max-ratio", "--max-rank", "--protect",
-    "--max-delay",
+    "--max-delay", "--max-period",
 )  # fmt: skip
 """Options of `optimize` about decisions on buckets."""
 

@@ -206,7 +206,7 @@ class VariantRunner(Runner[BucketVariant]):
         records = [Record(variant) for variant in variants]
         self.interleave(records, rounds)
         for record in records:
-            if record.variant.plan is not None and not record.variant.delay and record.failure is None:
+            if record.variant.plan is not None and not record.variant.cycle and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
                     record.alone_us = self.alone(record.variant.plan, brief=record.variant.name in rounds.brief)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
@@ -242,7 +242,7 @@ class VariantRunner(Runner[BucketVariant]):
                         self._first_step.take_ddp()
         measured = times[warm_up_steps:]
         # Steps of a delay differ from each other: their mean over whole cycles of k counts.
-        record.step_us.append([statistics.fmean(measured)] * steps if variant.delay else measured)
+        record.step_us.append([statistics.fmean(measured)] * steps if variant.cycle else measured)
         record.losses.append(losses)
 
     @contextmanager

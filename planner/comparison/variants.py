@@ -88,9 +88,12 @@ class BucketVariant(Variant):
         return self.kind == "ddp" and self.hook is None
 
     @property
-    def delay(self) -> int:
-        """Return k of its plan, 0 without a delay."""
-        return 0 if self.plan is None or self.plan.delay is None else self.plan.delay.steps
+    def cycle(self) -> int:
+        """Return the number of steps after which its steps repeat: k of a delay, H of outer steps; else 0."""
+        if self.plan is None:
+            return 0
+        delay, outer = self.plan.delay, self.plan.outer
+        return outer.every if outer is not None else delay.steps if delay is not None else 0
 
     @property
     def least_warm_up(self) -> int:
@@ -99,7 +102,7 @@ class BucketVariant(Variant):
         If steps wait for messages of earlier ones, the first one waits for nothing, and the second for less, because
         the first one's weights are compared with DDP's.
         """
-        return 2 if self.delay or (self.plan is not None and self.plan.gathers is not None) else 1
+        return 2 if self.cycle or (self.plan is not None and self.plan.gathers is not None) else 1
 
     @property
     def steady(self) -> BucketVariant:
@@ -107,8 +110,8 @@ class BucketVariant(Variant):
         return self if self.plan is None else replace(self, plan=self.plan.without_first_steps())
 
     def whole_cycles(self, steps: int) -> int:
-        """Return at least this number of steps, as whole cycles of k."""
-        return -(-steps // self.delay) * self.delay if self.delay else steps
+        """Return at least this number of steps, as whole cycles."""
+        return -(-steps // self.cycle) * self.cycle if self.cycle else steps
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def optimize(
     protect: str | None = None,
     from_step: int | None = None,
     max_delay: int | None = None,
+    max_period: int | None = None,
     max_memory_mib: float | None = None,
     global_batch: int | None = None,
 ) -> Plan:
@@ -69,7 +70,8 @@ def optimize(
             carries the exact one as `fallback`.
         allow: interfaces besides drop-in that the plan may have, by name: with `sharded-step` the optimizer's step is
             sharded (ZeRO-1) where that is predicted 2 % faster, or the whole does not fit into the memory of a rank;
-            with `late-gather`, which implies it, weights may be gathered during the next forward.
+            with `late-gather`, which implies it, weights may be gathered during the next forward; with `outer`,
+            relaxed plans may have outer steps.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`, as text or as passes.
             Exact passes run first; where lossy plans are allowed, `joint` and `delay` run after them, or what is named
             in their place.
@@ -88,6 +90,8 @@ def optimize(
             buckets. Default: the first one. With a delay, which has such steps of its own, it changes nothing.
         max_delay: for relaxed plans, the largest k, the number of steps from one pull of new weights to the next;
             default: 4.
+        max_period: for relaxed plans with `outer` allowed, the largest H, the number of local steps between two
+            rounds of a fragment; default: 64.
         max_memory_mib: memory of a rank for weights, gradients, the optimizer's state and activations; where that is
             too little, the optimizer's step is sharded if that is allowed; if not, notes report whether it would help.
             Default: what the profile has, if anything.

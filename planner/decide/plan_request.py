@@ -25,6 +25,7 @@ from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import DEFAULT_COMPRESS, Joint, check_compress, check_max_rank
 from planner.passes.late_gather import LateGathers
 from planner.passes.local_async import LocalAsync
+from planner.passes.outer import Outer, check_max_period
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
 from runtime.errors import InputError
@@ -42,10 +43,11 @@ LOSSY_OPTIONS: dict[str, tuple[Accuracy, Callable[[Any], object]]] = {
     "protect": ("bounded", str),
     "from_step": ("bounded", lambda step: check_count(step, "--from-step", "steps", MAX_STEPS)),
     "max_delay": ("relaxed", check_max_delay),
+    "max_period": ("relaxed", check_max_period),
 }
 """Options for lossy passes: the class of plan that each is about, and its check."""
 
-USUAL: dict[Accuracy, tuple[Pass, ...]] = {"bounded": (Joint(),), "relaxed": (Delay(), LocalAsync())}
+USUAL: dict[Accuracy, tuple[Pass, ...]] = {"bounded": (Joint(),), "relaxed": (Delay(), LocalAsync(), Outer())}
 """The lossy passes of each class, where none is named."""
 
 
@@ -71,6 +73,7 @@ class Request:
     protect: str | None = None
     from_step: int | None = None
     max_delay: int | None = None
+    max_period: int | None = None
     max_memory_mib: float | None = None
     global_batch: int | None = None
     given: Schedule | None = None
@@ -147,6 +150,7 @@ class Request:
         for accuracy, usual in USUAL.items():
             if accuracy in self._classes:
                 found += [each for each in self.all_passes if each.accuracy == accuracy] or usual
+        found = [each for each in found if not each.interface or each.interface in self.interfaces]
         return with_options(found, **{option: getattr(self, option) for option in LOSSY_OPTIONS})
 
     @property

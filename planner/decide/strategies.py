@@ -34,6 +34,7 @@ from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
 from planner.strategies.decoupled import dear, megatron
 from planner.strategies.hitopk import hitopk
 from planner.strategies.low_rank import low_rank
+from planner.strategies.outer import diloco, outer_steps, streaming_diloco
 from planner.strategies.owner_rules import OPERATOR_RULES
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.strategy import Strategy, number, strategy, whole, word
@@ -128,8 +129,9 @@ def _waiting(problem: Problem, updaters: LocalUpdaters) -> Schedule:
 STRATEGIES: Mapping[str, Strategy] = {
     made.name: made
     for made in (
-        ddp, dear, hitopk, joint, l_sgd, lags, lap, low_rank, lpp, mb_sgd, megatron, mg_wfbp, naive_all_gather,
-        operators, optimal, pl_sgd, by_chance, single, slgs, ssd, torus_2d, tree, wfbp, wire,
+        ddp, dear, diloco, hitopk, joint, l_sgd, lags, lap, low_rank, lpp, mb_sgd, megatron, mg_wfbp, naive_all_gather,
+        operators, optimal, outer_steps, pl_sgd, by_chance, single, slgs, ssd, streaming_diloco, torus_2d, tree, wfbp,
+        wire,
     )
 }  # fmt: skip
 """Registry: name → strategy. Add one here and the contract test covers it, and lists of strategies show it."""

@@ -76,9 +76,10 @@ def stock_plan(plan: Plan) -> tuple[Plan, list[str]]:
     notes = []
     step_us = plan.predicted.iteration_us if plan.predicted else None
     if plan.accuracy != "exact" or plan.local_async is not None:
-        what = "local updaters" if plan.local_async else "the delay" if plan.delay else "compression"
+        named = {"local updaters": plan.local_async, "the delay": plan.delay, "outer steps": plan.outer}
+        what = next((name for name, spec in named.items() if spec is not None), "compression")
         stand_in = plan.fallback or replace(
-            plan, accuracy="exact", delay=None, local_async=None, predicted=None,
+            plan, accuracy="exact", delay=None, outer=None, local_async=None, predicted=None,
             buckets=tuple(map(sent_whole, plan.buckets)),
         )  # fmt: skip
         fallback_us = plan.fallback.predicted.iteration_us if plan.fallback and plan.fallback.predicted else None

@@ -50,9 +50,9 @@ NOTHING_NARROW = "no bucket is compressed: --to ddp gives the same without a hoo
 
 
 def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
-    """Return the module; a plan with a delay or local updaters is replaced by its exact fallback."""
+    """Return the module; a relaxed plan is replaced by its exact fallback."""
     notes: list[str] = []
-    if plan.delay is not None or plan.local_async is not None:
+    if plan.accuracy == "relaxed":
         plan, notes = stock_plan(plan)
     narrow = [not bucket.dense for bucket in plan.buckets]
     whole = replace(

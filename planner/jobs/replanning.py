@@ -121,6 +121,11 @@ def replan(
             "planner.replan: the run has a delay, which begins with a run and cannot be decided again in it; expected "
             "a plan without: profile again and attach anew, or session.switch to an exact plan"
         )
+    if session.plan.outer is not None:
+        raise InputError(
+            "planner.replan: the run has outer steps, in which no gradients are exchanged and measured; expected a "
+            "plan without: session.switch to an exact plan first, or profile again"
+        )
     old, mine = _measure_rank(session, profile)
     everyone: list[RankSteps] = session._world.gather(mine, "comparing the last steps")
     refuse_alike([one.problem for one in everyone])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from runtime.delay.delayed import Delayed
 from runtime.modes.base import Host, Mode, Synchronous
 from runtime.modes.local_updaters import LocalUpdaters
+from runtime.outer.outer import Outer
 from runtime.plan import Plan
 from runtime.sharded.sharded import LateGather, Sharded
 
@@ -14,6 +15,7 @@ MODES: dict[type[Mode], Callable[[Plan], bool]] = {
     Sharded: lambda plan: plan.sharded and plan.gathers is None,
     LateGather: lambda plan: plan.gathers is not None,
     Delayed: lambda plan: plan.delay is not None,
+    Outer: lambda plan: plan.outer is not None,
     LocalUpdaters: lambda plan: plan.local_async is not None,
 }
 """Mode → whether a plan asks for it; a plan that asks for none is synchronous, one that asks for two is refused."""

@@ -25,7 +25,7 @@ class AllReduce(Launcher):
 
         Args:
             buckets: in plan order; a rank alone has none.
-            usage: flags behind the last bucket; None: there are no buckets.
+            usage: flags behind the last bucket; None: there are no buckets, or `.grad`s stay this rank's own.
             communicator: sends the buckets.
             carried: residuals of compressed buckets.
             recorder: records when buckets are sent.
@@ -68,8 +68,7 @@ class AllReduce(Launcher):
 
     def _settle_missing(self, missing: Sequence[SavedGrad], carries: bool) -> set[int]:
         """Let parameters that no rank used keep their `.grad`, others get the average; returns the former's places."""
-        assert self.usage is not None
-        used = self.usage.used_somewhere()
+        used = set() if self.usage is None else self.usage.used_somewhere()
         for saved in missing:
             if saved.slot.index in used:
                 if self.weighted:  # else it was sent with the gradients of this step

@@ -37,7 +37,7 @@ from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.delay.staleness import NO_DISTANCE, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, dense_plan, warn_of_scales
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
 from runtime.plan import HINT, Plan
@@ -139,8 +139,7 @@ class Delayed(Mode, StepHooks):
     @property
     def synchronous_plan(self) -> Plan:
         """See `Mode.synchronous_plan`: all buckets dense."""
-        buckets = tuple(bucket.uncompressed() for bucket in self.plan.buckets)
-        return replace(self.plan, delay=None, buckets=buckets)
+        return replace(dense_plan(self.plan), delay=None)
 
     def __init__(self, plan: Plan, host: Host) -> None:
         """Make a group of its own, whose messages cross nobody else's; all ranks call this."""
@@ -394,13 +393,7 @@ class Delayed(Mode, StepHooks):
         self.host.world.broadcast(self.host.synced_buffers())
         if self._updated != self.host.step:
             self._done_by_owners = self.host.step
-        scales = self.host.world.gather(self._loss_scale(), "comparing loss scales")
-        if len(set(scales)) > 1:
-            self.host.world.warn(
-                f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
-                f"steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)",
-                AccuracyWarning,
-            )
+        warn_of_scales(self.host)
         self._pushes = None
         self._own.end()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import Exchange
 from runtime.core.options import AttachOptions
-from runtime.errors import FallbackWarning, InputError
+from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.step_report import StepReport
 from runtime.plan import Plan
@@ -307,6 +308,23 @@ class Synchronous(Mode):
         if compresses is not self._compresses:
             self._compresses = compresses
             self.host.put(self.make_exchange())
+
+
+def dense_plan(plan: Plan) -> Plan:
+    """Return the plan with all buckets dense: for synchronous steps before others."""
+    return replace(plan, buckets=tuple(bucket.uncompressed() for bucket in plan.buckets))
+
+
+def warn_of_scales(host: Host) -> None:
+    """Warn where ranks that have trained alone scale losses differently; all ranks call this."""
+    scale = host.options.loss_scale or (lambda: 1.0)
+    scales = host.world.gather(scale(), "comparing loss scales")
+    if len(set(scales)) > 1:
+        host.world.warn(
+            f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
+            f"steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)",
+            AccuracyWarning,
+        )
 
 
 def check_one_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], why_one: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from runtime.plan.document import (
-    HINT,
     MAX_UPDATERS,
     NO_COMPRESSION,
     Accuracy,
@@ -26,10 +25,12 @@ from runtime.plan.document import (
     parse_plan,
 )
 from runtime.plan.fully_sharded import FullyShardPlan
+from runtime.plan.outer import OuterOptimizer, OuterSpec
+from runtime.plan.strict_json import HINT
 
 __all__ = [
     "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
-    "LocalAsyncSpec", "ModelReference", "NormPlan", "OperatorPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan",
-    "UpdatePlan", "blocks_problem", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan",
-    "parse_plan",
+    "LocalAsyncSpec", "ModelReference", "NormPlan", "OperatorPlan", "OuterOptimizer", "OuterSpec", "Plan", "PlanBucket",
+    "PlanWorld", "StepPlan", "UpdatePlan", "blocks_problem", "check_has_buckets", "gathers_problem",
+    "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from runtime.plan.transports import Transport
 
-SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
+SYNCHRONOUS, SHARDED, DELAY, OUTER, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "outer", "local_updaters"
 
 TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, FROM_STEP, SHARED_NORMS, SHARED_OPERATOR, SOLVER = (
     "topology", "selection", "layer_selection", "wire", "low_rank", "from_step", "shared_norms", "shared_operator",
@@ -47,6 +47,13 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
         FROM_STEP: "delay has warmup_steps",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
         SHARED_OPERATOR: "delay needs torch.optim.SGD, which has no operator",
+        SOLVER: "the constraint program models synchronous steps",
+    },
+    OUTER: {
+        TOPOLOGY: "outer steps send weights between workers, on flat collectives",
+        FROM_STEP: "outer steps have warmup_steps",
+        SHARED_NORMS: "workers have weights of their own between outer steps: each computes all norms itself",
+        SHARED_OPERATOR: "workers have momenta of their own between outer steps: each computes all operators itself",
         SOLVER: "the constraint program models synchronous steps",
     },
     LOCAL_UPDATERS: {

@@ -21,6 +21,7 @@ from runtime.pages import page
 from runtime.plan.fully_sharded import FullyShardPlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
 from runtime.plan.measured_accuracy import AccuracyMeasured
+from runtime.plan.outer import OuterSpec, partition_problem
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,
@@ -30,7 +31,17 @@ from runtime.plan.predicted import (
     ScalingPoint,
     UpdatersPoint,
 )
-from runtime.plan.strict_json import Count, Document, Name, PositiveCount, PredictedUs, Ranks, Record, repeated_item
+from runtime.plan.strict_json import (
+    HINT,
+    Count,
+    Document,
+    Name,
+    PositiveCount,
+    PredictedUs,
+    Ranks,
+    Record,
+    repeated_item,
+)
 from runtime.plan.transports import LIBRARY, TORUS_2D, Transport, transport_of
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
@@ -44,8 +55,6 @@ MAX_UPDATERS = 1024
 LARGEST_RANK = 64
 """Largest rank of products that are sent in place of matrices: compute grows with it, and its square where factors are
 made orthonormal."""
-
-HINT = "correct it, or make the plan again with `planner optimize`"
 
 Accuracy = Literal["exact", "bounded", "relaxed"]
 
@@ -305,6 +314,7 @@ class Plan(Document):
     fsdp2: FullyShardPlan | None = None
     """Wrapping for `planner.fully_shard`, in place of buckets."""
     delay: DelaySpec | None = None
+    outer: OuterSpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None
     baselines: dict[str, Prediction] | None = None
@@ -358,12 +368,13 @@ class Plan(Document):
     def without_first_steps(self) -> Plan:
         """Return the plan of its later steps alone: those that its prediction is for (for measuring)."""
         delay = None if self.delay is None else replace(self.delay, warmup_steps=0)
-        return replace(self, from_step=None, delay=delay)
+        outer = None if self.outer is None else replace(self.outer, warmup_steps=0)
+        return replace(self, from_step=None, delay=delay, outer=outer)
 
     @property
     def synchronous(self) -> bool:
         """Return whether each step ends with the average on all ranks, and each rank updates all weights."""
-        return self.delay is None and self.local_async is None and not self.sharded
+        return self.delay is None and self.outer is None and self.local_async is None and not self.sharded
 
     @property
     def sharded(self) -> bool:
@@ -396,6 +407,8 @@ class Plan(Document):
         """
         checks = (interface_problem, gathers_problem, _buckets_problem, _from_step_problem, _shares_problem)
         problem = next(filter(None, (check(self, path) for check in checks)), None)
+        if problem is None and self.outer is not None:
+            problem = self.outer.problem_in(self.buckets, path)
         if problem is not None or self.local_async is None:
             return problem
         return blocks_problem(self.local_async, self.gradients, f"{path}.local_async.blocks")
@@ -409,7 +422,7 @@ class Plan(Document):
             document.pop("notes", None)
         order = (
             "schema", "model", "world", "accuracy", "interface", "notes", "from_step", "buckets", "phases", "fsdp2",
-            "delay",
+            "delay", "outer",
         )  # fmt: skip
         return {key: document[key] for key in (*order, "local_async", *document) if key in document}
 
@@ -512,7 +525,7 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
         )
     if plan.buckets:
         return f"{path}.buckets: found {len(plan.buckets)} beside fsdp2, expected []: {HINT}"
-    for name in ("delay", "local_async", "updates", "fallback"):
+    for name in ("delay", "outer", "local_async", "updates", "fallback"):
         if getattr(plan, name) is not None:
             return f"{path}.{name}: found it beside fsdp2, expected null: FSDP2 exchanges gradients itself; take it out"
     if plan.fsdp2.reduce_dtype is not None and plan.accuracy == "exact":
@@ -645,14 +658,10 @@ def blocks_problem(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -
             f"{where}: found {len(spec.blocks)} blocks for {spec.updaters} updaters, expected at most as many, or "
             f"nobody has some for its own: join blocks or add updaters"
         )
+    if (problem := partition_problem(spec.blocks, gradients, where, "block")) is not None:
+        return problem
     place = {name: position for position, name in enumerate(gradients)}
     for index, block in enumerate(spec.blocks):
-        unknown = next((position for position, name in enumerate(block) if name not in place), None)
-        if unknown is not None:
-            return (
-                f"{where}[{index}][{unknown}]: found {block[unknown]!r}, which is in no bucket; expected a gradient of "
-                f"the plan: {HINT}"
-            )
         places = [place[name] for name in block]
         if (between := _first_gap(places)) is not None:
             return (
@@ -660,17 +669,4 @@ def blocks_problem(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -
                 f"{gradients[between]!r}, which becomes ready between them; expected gradients that become ready one "
                 f"after the other, as the buckets have them: {HINT}"
             )
-    if (twice := repeated_item(spec.blocks)) is not None:
-        index, position, name, earlier = twice
-        return (
-            f"{where}[{index}][{position}]: found {name!r}, which is in block {earlier} already; expected each "
-            f"gradient in exactly one block: take one out"
-        )
-    held = {name for block in spec.blocks for name in block}
-    missing = [name for name in gradients if name not in held]
-    if not missing:
-        return None
-    return (
-        f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
-        f"expected each gradient in exactly one block: add it to one"
-    )
+    return None

@@ -13,6 +13,7 @@ DROP_IN = "drop-in"
 SHARDED_STEP = "sharded-step"
 BFLOAT16_WEIGHTS = "bfloat16-weights"
 LATE_GATHER = "late-gather"
+OUTER = "outer"
 
 INTERFACES: Mapping[str, str] = {
     SHARDED_STEP: "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms (on every "
@@ -21,6 +22,8 @@ INTERFACES: Mapping[str, str] = {
     "session.state_dict() on every rank, or save the model inside session.global_weights(), where weights are float32",
     LATE_GATHER: "as sharded-step, and weights come beside the next forward: what looks at them where torch does not "
     "see it (CUDA graphs, C++ outside of modules, streams of its own) calls session.wait_for_weights() first",
+    OUTER: "between outer steps each worker has weights of its own: evaluate and save inside session.global_weights(); "
+    "checkpoints take session.state_dict() on every rank",
 }
 IMPLIES: Mapping[str, tuple[str, ...]] = {LATE_GATHER: (SHARDED_STEP,)}
 """Interface → others that it stands for, too."""

@@ -23,6 +23,9 @@ from runtime.plan.files import checked_path, read_text, write_text
 
 T = TypeVar("T")
 
+HINT = "correct it, or make the plan again with `planner optimize`"
+"""Advice about wrong plans."""
+
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Put into a record as `__pydantic_config__`: unknown fields, coercions, NaN and infinity are refused."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.checks.modes import asked_modes
 from runtime.comm.world import World
 from runtime.core.exchange import Exchange
 from runtime.core.options import AttachOptions
@@ -42,7 +43,7 @@ class Monitor:
 
     def try_plan(self, plan: Plan) -> None:
         """Try a plan that the user has given, if it has an exact fallback."""
-        sends_less = plan.accuracy != "exact" and plan.delay is None
+        sends_less = plan.accuracy != "exact" and not asked_modes(plan)[0].relaxed
         tried = self._guarded and sends_less and plan.fallback is not None and self._world.ranks > 1
         self.trial = Trial(plan, self._world, self.recorder) if tried else None
 
@@ -63,7 +64,7 @@ class Monitor:
         """Return the plan that the last steps speak for, alike on all ranks, which may meet here; None: the present
         one.
         """
-        if mode.plan.delay is None:  # else ranks do not wait for each other
+        if not mode.relaxed:  # else ranks do not wait for each other
             self.arrivals.step_done(self.recorder.steps)
         if not mode.predicted:  # first steps, of another kind than those that the plan is for
             return None

@@ -54,7 +54,8 @@ class ErrorFeedbackState(ErrorFeedback):
             loss_scale: returns the factor of the losses; None: they have none.
             parameters: of a rank alone, by name: pending residuals are added to their `.grad`.
         """
-        self._buckets, self.lossy, self._parameters = buckets, lossy, parameters
+        self._buckets = {bucket.index: bucket for bucket in buckets}
+        self.lossy, self._parameters = lossy, parameters
         self._pending: dict[str, Tensor] = {}
         """Residuals of earlier buckets, by gradient, whose present buckets keep none: they are sent with the next step.
         """
@@ -106,7 +107,7 @@ class ErrorFeedbackState(ErrorFeedback):
         wait(None)
         finite += [
             all_finite(message.flat)
-            for bucket in self._buckets
+            for bucket in self._buckets.values()
             if not self.compresses(bucket)
             for message in bucket.messages
         ]
@@ -216,6 +217,12 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
             "found the state of a run with delay, expected one of a run without (on one rank alone no run has one): go "
             "on with the plan and the ranks that the run began with, or end the delay there first (session.switch to a "
             "plan without one, then save)"
+        )
+    if isinstance(one, dict) and one.get("outer") is not None:
+        raise InputError(
+            "found the state of a run with outer steps, expected one of a run without: go on with the plan that the "
+            "run began with, on any number of workers, or end the outer steps there first (session.switch to a plan "
+            "without them, then save)"
         )
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     good = (

@@ -54,6 +54,11 @@ DELAY = """
 {"steps": 4, "warmup_steps": 500, "local_update": "glu", "alpha": 2.0, "beta": 0.5, "local_lr_scale": 4.0}
 """
 
+OUTER = """
+{"every": 30, "fragments": [["fc.bias", "fc.weight"]], "delay_steps": 2, "mix": 0.5,
+ "optimizer": {"name": "nesterov", "lr": 0.7, "momentum": 0.9}, "warmup_steps": 500}
+"""
+
 LOCAL_ASYNC = """
 {"updaters": 4, "blocks": [["fc.weight", "fc.bias"]], "full_fraction": 0.1, "average_every": 1, "then_every": 16,
  "switch_fraction": 0.5}

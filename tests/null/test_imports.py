@@ -167,8 +167,8 @@ ORDER = {
     ),
     "runtime": (
         "errors", "version", "pages", "debug", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse",
-        "optimizers", "modes", "delay", "sharded", "checks", "fully_sharded", "session", "datacache", "local_async",
-        "__init__",
+        "optimizers", "modes", "delay", "outer", "sharded", "checks", "fully_sharded", "session", "datacache",
+        "local_async", "__init__",
     ),
 }  # fmt: skip
 """Folders and modules at the top of each package, lowest first: imports go down this list only."""

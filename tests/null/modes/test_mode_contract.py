@@ -26,6 +26,7 @@ from runtime.plan import (
     ModelReference,
     NormPlan,
     OperatorPlan,
+    OuterSpec,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -46,6 +47,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "sharded": {"interface": ("sharded-step",), "updates": UpdatePlan(step=StepPlan(sharded=True))},
     "delay": {"delay": DelaySpec(steps=2, warmup_steps=4)},
+    "outer": {"outer": OuterSpec(every=4, fragments=(NAMES,), delay_steps=1, mix=0.5)},
     "local_updaters": {"local_async": LocalAsyncSpec(updaters=1)},
 }
 """Mode → what of a plan asks for it."""

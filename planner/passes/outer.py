@@ -1,0 +1,125 @@
+"""Outer steps (DiLoCo): how seldom workers have to talk, for steps as long as without communication.
+
+Legal for relaxed plans, where `outer` is allowed. For every period H, fragments are cut from the gradients into parts
+of about equal bytes, one bucket each; the delay t is the smallest number of steps whose step is within 0.2 % of the
+shortest. H is the smallest whose predicted step is within 2 % of one without communication, for fewer local steps harm
+less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of ranges of gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from planner.documents.text import ms, pluralize
+from planner.ir import GAIN, Codec, Dense, Schedule
+from planner.model.codecs import Wire
+from planner.model.compression import NARROWED
+from planner.model.modes import outer, step_us
+from planner.model.problem import Problem
+from planner.passes.base import Bound, Candidate, Pass, check_count
+from planner.passes.joint import Codecs, compress_of
+from planner.strategies.outer import MAX_PERIOD, NEAR_SHORTEST, best_cut
+from runtime.plan import Accuracy
+from runtime.plan.interfaces import OUTER
+
+DEFAULT_MAX_PERIOD = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Pass):
+    name: ClassVar[str] = "outer"
+    what: ClassVar[str] = "outer steps"
+    accuracy: ClassVar[Accuracy] = "relaxed"
+    interface: ClassVar[str] = OUTER
+
+    max_period: int = 0
+    """The largest H that may be chosen; 0: 64."""
+    compress: str = ""
+    """Names of encodings, as for `joint`; 8 bits are looked at where `wire` is among them."""
+
+    @property
+    def codecs(self) -> Codecs:
+        return compress_of(self.compress)
+
+    def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
+        """Return the smallest sufficient H with its fragments, else the schedule as it was.
+
+        Raises:
+            InputError: the largest period is out of range.
+        """
+        largest = check_max_period(self.max_period or DEFAULT_MAX_PERIOD)
+        alone_us, now_us = outer.compute_us(problem), step_us(problem, schedule)
+        cluster = problem.cost.cluster
+        if problem.ranks == 1:
+            return Candidate(schedule=schedule, why_not="one rank alone has no other worker")
+        if cluster.ranks_per_node > 1:
+            return Candidate(schedule=schedule, why_not="outer steps are between ranks, and here nodes have several")
+        if now_us * (1.0 - GAIN) <= alone_us:
+            return Candidate(
+                schedule=schedule,
+                why_not=f"outer steps: nothing to gain, stay synchronous: the exact step of {ms(now_us)} is within "
+                f"{GAIN:.0%} of {ms(alone_us)} without communication",
+            )
+        found = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
+        name = min(found, key=lambda name: (not _near(problem, found[name]), outer.mode_of(found[name]).every))
+        chosen = found[name]
+        if not step_us(problem, chosen) < now_us:
+            return Candidate(schedule=schedule)
+        return Candidate(
+            schedule=chosen,
+            notes=tuple(notes(problem, chosen, largest, found)),
+            bound=Bound(
+                step_us=alone_us, method="each period simulated with several cuts",
+                note="the bound is a step without communication",
+            ),
+        )  # fmt: skip
+
+    def _encodings(self, problem: Problem) -> dict[str, Codec]:
+        found: dict[str, Codec] = {"dense": Dense()}
+        if Wire in self.codecs and all(one.dtype in NARROWED for one in problem.profile.compute.gradients):
+            found["int8"] = Wire("int8")
+        return found
+
+
+def _near(problem: Problem, schedule: Schedule) -> bool:
+    """Tell whether a step is within 2 % of one without communication."""
+    return step_us(problem, schedule) <= outer.compute_us(problem) * (1.0 + GAIN)
+
+
+def check_max_period(value: object) -> int:
+    """Return the largest H. Raises InputError where it is none."""
+    return check_count(value, "--max-period", "steps", MAX_PERIOD)
+
+
+def smallest_period(problem: Problem, codec: Codec, largest: int) -> Schedule:
+    """Return the best schedule of the smallest H within 2 % of no communication; if there is none, of the largest."""
+    low, high = 1, largest
+    if not _near(problem, best_cut(problem, high, codec)):
+        return best_cut(problem, high, codec)
+    while low < high:  # a larger H never has a longer mean step
+        middle = (low + high) // 2
+        if _near(problem, best_cut(problem, middle, codec)):
+            high = middle
+        else:
+            low = middle + 1
+    return best_cut(problem, high, codec)
+
+
+def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule]) -> list[str]:
+    """Return what readers of a plan with this schedule should know: why H, t, fragments and the encoding."""
+    mode, alone_us = outer.mode_of(chosen), outer.compute_us(problem)
+    codec = chosen.buckets[0].codec
+    periods = sorted({1, *(2**power for power in range(1, 14) if 2**power <= largest), mode.every})
+    times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
+    near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
+    others = ", ".join(f"{name} needs H = {outer.mode_of(one).every}" for name, one in found.items())
+    return [
+        f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
+        f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
+        f"communication",
+        f"{pluralize(len(mode.fragments), 'fragment')} of about equal bytes, taken {pluralize(mode.late, 'step')} "
+        f"later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
+        f"sent {codec}: {others}",
+        f"the first {outer.WARMUP_STEPS} steps are synchronous; the outer lr of 0.7 and momentum of 0.9 are DiLoCo's",
+    ]

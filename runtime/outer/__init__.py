@@ -1,0 +1,1 @@
+"""Outer steps: workers take local steps, and an outer optimizer moves the weights that they share (DiLoCo)."""

@@ -1,0 +1,441 @@
+"""Outer steps: workers train alone for some steps, and an outer optimizer moves the weights that they share.
+
+    warm-up   synchronous steps by the plan's buckets, all of them dense
+    local     `.grad`s are a worker's own; behind local step s the fragments that are due leave (`runtime.outer.rounds`)
+              and t steps later a worker's weights are mixed with the new anchor
+
+Local steps are counted by exchanges, which are the same on all ranks, not by optimizer's steps, which a GradScaler may
+leave out on some. What is due behind a step is done behind `optimizer.step()`, or where that was left out, before the
+next forward. Sources: DiLoCo (Douillard et al., arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512); with an outer
+rate of 1 and no momentum, local SGD (Stich, arXiv 1805.09767).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.comm.by_device import make_communicator
+from runtime.comm.collectives import collective_of
+from runtime.comm.collectives.direct import by_message, library_all_reduce
+from runtime.comm.communicator import NullCommunicator
+from runtime.comm.topology import Topology
+from runtime.comm.world import first_line
+from runtime.core.all_reduce import AllReduce
+from runtime.core.buckets import make_plain_buckets
+from runtime.core.closures import DECIDE_BY_LOSS
+from runtime.core.exchange import Exchange
+from runtime.errors import FallbackWarning, InputError
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, dense_plan, warn_of_scales
+from runtime.outer.averages import average_optimizer, mean_over
+from runtime.outer.checkpoint import VERSION, buckets_of, copied, merged_state, states_of, whole_of
+from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
+from runtime.plan import HINT, Plan
+from runtime.plan.combinations import OUTER
+from runtime.sparse.layout import make_lossy
+from runtime.sparse.residuals import ErrorFeedbackState, State
+from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory
+
+
+class WorkerResiduals(ErrorFeedbackState):
+    """Residuals of synchronous buckets, which follow with a worker's own gradients: whole, not times 1/ranks."""
+
+    ranks = 1
+    """Number of workers."""
+
+    def state(self) -> State:
+        """See `ErrorFeedback.state`: times 1/ranks, as synchronous steps have them."""
+        return self._scaled(super().state(), 1.0 / self.ranks)
+
+    def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
+        """See `ErrorFeedback.load_state`."""
+        super().load_state(self._scaled(state, float(self.ranks)), parameters)
+
+    @staticmethod
+    def _scaled(state: State, factor: float) -> State:
+        residuals = {name: part * factor for name, part in state.get("residuals", {}).items()}
+        return {**state, "residuals": residuals} if state else {}
+
+
+class Outer(Mode, StepHooks):
+    """The stages of one session's run."""
+
+    name = OUTER
+    what = "outer steps"
+    relaxed = True
+    aside_reason = (
+        "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
+        "plan, and name the one with outer steps in this call"
+    )
+    weight_reason = (
+        "the plan has outer steps, between which workers train alone, so that ranks have no weights; expected outer "
+        "null: plan with `--accuracy exact` or `bounded`, or give no weights"
+    )
+
+    @classmethod
+    def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
+        assert plan.outer is not None
+        if problem := plan.outer.problem_in(plan.buckets):
+            return problem
+        return check_one_dtype(plan, parameters, "but has one anchor")
+
+    @classmethod
+    def check_optimizer(
+        cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
+    ) -> str | None:
+        if optimizer is not None and not isinstance(optimizer, DECIDE_BY_LOSS):
+            return None
+        found = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
+        return (
+            f"the plan has outer steps, which follow the steps of each worker's optimizer, but found {found}; expected "
+            f"a torch.optim.Optimizer that steps alone, such as AdamW: give that to attach, or plan without --allow "
+            f"outer"
+        )
+
+    @classmethod
+    def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
+        nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
+        if nodes == ranks:
+            return None
+        return (
+            f"the plan has outer steps between {nodes} nodes of {ranks // nodes} ranks each; expected as many nodes as "
+            f"ranks, for a worker is one rank here: leave world.nodes out, or {HINT}"
+        )
+
+    @property
+    def synchronous_plan(self) -> Plan:
+        """See `Mode.synchronous_plan`: all buckets dense."""
+        return replace(dense_plan(self.plan), accuracy="exact", outer=None)
+
+    def __init__(self, plan: Plan, host: Host) -> None:
+        """Prepare the mode; groups are made when it begins, for a switch may yet be refused."""
+        super().__init__(plan, host)
+        assert plan.outer is not None
+        self.spec = plan.outer
+        self._parameters = {name: host.parameters[name] for name in plan.gradients}
+        self._world = host.world
+        self._fragments: list[Fragment] | None = None
+        self._rounds: list[BucketRound] = []
+        """Rounds of each bucket, in plan order."""
+        self._buffers: BufferRound | None = None
+        self._begun: int | None = None
+        """Number of steps at which local ones began; None: they have not."""
+        self._done = host.step
+        """Number of steps behind which everything due has been done."""
+        self._ended = False
+        self._aside: tuple[dict[str, Tensor], list[Tensor]] | None = None
+        """The worker's own weights and buffers, while the model has others."""
+
+    @property
+    def own_weights(self) -> bool:
+        return self._fragments is not None
+
+    predicted = own_weights  # the warm-up is as long as it is
+
+    @property
+    def hooks(self) -> StepHooks:
+        return self
+
+    # What is due behind a step.
+
+    def before_forward(self) -> None:
+        """See `StepHooks.before_forward`: a step that the optimizer has left out counts, too."""
+        if torch.is_grad_enabled() and self.host.model.training and current_backward_id() == OUTSIDE:
+            self._advance(self.host.step)
+
+    def after_step(self) -> None:
+        self._advance(self.host.step)
+
+    def exchanged(self) -> None:
+        self._advance(self.host.step - 1)
+
+    def _advance(self, step: int) -> None:
+        """Do what is due behind the step of this number, once."""
+        if step <= self._done or self._ended:
+            return
+        self._done = step
+        if self._fragments is None:
+            if step >= self.spec.warmup_steps:
+                self._begin(step)
+            return
+        assert self._begun is not None
+        self._outer_step(step - self._begun)
+
+    @torch.no_grad()
+    def _outer_step(self, local: int) -> None:
+        """Finish and launch the rounds of a local step, counted from 1."""
+        assert self._fragments is not None
+        assert self._buffers is not None
+        spec = self.spec
+        last = self._fragments[-1]
+        for fragment in self._fragments:
+            if fragment.launched is not None and local >= fragment.launched + spec.delay_steps:
+                self._finish(fragment)
+            if local % spec.every == fragment.first_step % spec.every:
+                fragment.launch(local)
+                if fragment is last:
+                    self._buffers.launch(self.host.synced_buffers())
+                if spec.delay_steps == 0:
+                    self._finish(fragment)
+
+    def _finish(self, fragment: Fragment) -> None:
+        assert self._fragments is not None
+        assert self._buffers is not None
+        fragment.finish(self.spec.mix)
+        if fragment is self._fragments[-1]:
+            self._buffers.finish()
+
+    # Stages.
+
+    def begin(self, exchange: Exchange) -> None:
+        """See `Mode.begin`: where the warm-up is over, workers are alone from the next step on."""
+        self._done = self.host.step
+        if self.host.step >= self.spec.warmup_steps:
+            self._begin(self.host.step)
+
+    def _begin(self, step: int) -> None:
+        """Let each worker have weights of its own after this number of steps, if all have memory for it."""
+        host, problem = self.host, None
+        self._world = host.world.split([range(host.world.ranks)])
+        try:
+            exchange = self._lay_out()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = first_line(error)
+        problems = [one for one in host.world.gather(problem, "beginning local steps") if one]
+        if problems:
+            host.world.warn(f"the run stays synchronous: no memory for outer steps ({problems[0]})", FallbackWarning)
+            self._fragments, self._ended = None, True
+            return
+        self._begun = step
+        host.put(exchange)
+
+    def _lay_out(self) -> Exchange:
+        """Make rounds and anchors of the present weights, and the exchange of local steps, which sends nothing."""
+        host, plan, ranks = self.host, self.plan, self._world.ranks
+        buckets = make_plain_buckets(plan, host.parameters)
+        carried = WorkerResiduals(buckets, {}, host.options.loss_scale)
+        carried.ranks = ranks
+        collectives = [by_message if bucket.dense else collective_of(bucket) for bucket in plan.buckets]
+        communicator = make_communicator(
+            self._world, [*collectives, library_all_reduce], host.device, across_steps=True
+        )
+        self._communicator = communicator
+        self._rounds = []
+        compressed = make_plain_buckets(plan, host.parameters) if any(not one.dense for one in plan.buckets) else ()
+        for index, planned in enumerate(plan.buckets):
+            made: BucketRound
+            if planned.dense:
+                made = DenseRound(buckets[index], self._parameters, self.spec.optimizer, self._world, communicator)
+            else:
+                own = compressed[index]
+                lossy = make_lossy(
+                    own, planned.compressor, ranks, rank=self._world.rank, native=planned.transport.native
+                )
+                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, self._world, communicator)
+            for anchor in made.anchors:
+                anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
+            self._rounds.append(made)
+        self._buffers = BufferRound(len(plan.buckets), self._world, communicator)
+        fragments = self.spec.fragments_of(plan.gradients)
+        fragment_of = {name: index for index, names in enumerate(fragments) for name in names}
+        self._fragments = [
+            Fragment(
+                [
+                    one
+                    for bucket, one in zip(plan.buckets, self._rounds, strict=True)
+                    if fragment_of[bucket.gradients[0]] == index
+                ],
+                self._parameters,
+                self.spec.due_after(index, len(fragments)),
+            )
+            for index in range(len(fragments))
+        ]
+        launcher = AllReduce(buckets, None, NullCommunicator(), carried, host.recorder, exact=True)
+        return Exchange(self.synchronous_plan, host.parameters, buckets, launcher, carried, host.recorder)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """See `Mode.end`: a last round averages weights, whole and with what error feedback has held back.
+
+        Where the optimizer's step of the last backward is yet to come, gradients are averaged, too: it is synchronous.
+        """
+        if self._fragments is None:
+            self._ended = True
+            return
+        self._settle_last_step()
+        self._ended = True
+        for fragment in self._fragments:
+            if fragment.launched is not None:
+                self._finish(fragment)
+        residuals = {name: part for one in self._rounds for name, part in one.residuals().get("residuals", {}).items()}
+        for name, parameter in self._parameters.items():
+            own = parameter.detach()
+            if name in residuals:
+                own = own.to(residuals[name].dtype) - residuals[name] * self._world.ranks
+            parameter.copy_(mean_over(self._world, own))
+        assert self.host.optimizer is not None
+        average_optimizer(self._world, self.host.optimizer, self._parameters.values())
+        self._average_buffers()
+        warn_of_scales(self.host)
+        self.close()
+
+    def _settle_last_step(self) -> None:
+        """Let ranks whose optimizer has left out the last step send what others have sent behind it; where it is yet to
+        come on all ranks, average its gradients.
+        """
+        done = self._world.gather(self._done, "ending outer steps")
+        if max(done) == self.host.step:
+            self._advance(self.host.step)
+            return
+        for parameter in self._parameters.values():
+            gradients = self._world.gather(parameter.grad is not None, "ending outer steps")
+            if any(gradients):
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = own.copy_(mean_over(self._world, own))
+
+    def _average_buffers(self) -> None:
+        buffers = self.host.synced_buffers()
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                buffer.copy_(mean_over(self._world, buffer))
+        self._world.broadcast([buffer for buffer in buffers if not buffer.is_floating_point()])
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Give the model the weights of the last rounds and the mean of the workers' buffers inside."""
+        if self._fragments is None:
+            yield
+            return
+        self._advance(self.host.step)
+        buffers = self.host.synced_buffers()
+        before, own = self._aside, (copied(self._own_weights()), [buffer.detach().clone() for buffer in buffers])
+        for fragment in self._fragments:
+            fragment.complete()
+        self._aside = before or own
+        try:
+            with torch.no_grad():
+                for fragment in self._fragments:
+                    for one in fragment.rounds:
+                        for name, anchor in one.weights(keep=fragment.launched is not None).items():
+                            self._parameters[name].copy_(anchor)
+                self._average_buffers()
+            yield
+        finally:
+            self._aside = before
+            self._take(*own, buffers)
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[str, Tensor], values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
+    def close(self) -> None:
+        if self._fragments is not None:
+            self._communicator.close()
+            self._world.leave()
+        self._fragments, self._rounds = None, []
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """See `Mode.state`; copies. Waits for rounds in flight. Raises InputError: the session is detached."""
+        if self._begun is not None and self._fragments is None and not self._ended:
+            raise InputError(
+                "state_dict: the session is detached; expected one with its weights: call it before detach"
+            )
+        if self._aside is None:
+            self._advance(self.host.step)
+        state: dict[str, Any] = {
+            "version": VERSION, "spec": asdict(self.spec), "buckets": buckets_of(self.plan), "step": self.host.step,
+            "begun": None,
+        }  # fmt: skip
+        if self._fragments is None:
+            return super().state() | {"rank": self.host.world.rank, "outer": state}
+        for fragment in self._fragments:
+            fragment.complete()
+        weights, buffers = self._aside or (self._own_weights(), self.host.synced_buffers())
+        assert self.host.optimizer is not None
+        state |= {
+            "begun": self._begun, "done": self._done, "workers": self._world.ranks,
+            "anchors": [[anchor.tensors() for anchor in one.anchors] for one in self._rounds],
+            "residuals": [one.residuals() for one in self._rounds],
+            "launched": [fragment.launched for fragment in self._fragments],
+            "weights": dict(weights), "buffers": list(buffers), "optimizer": self.host.optimizer.state_dict(),
+        }  # fmt: skip
+        return super().state() | {"rank": self.host.world.rank, "outer": copied(state)}
+
+    def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
+        """See `Mode.load`. Raises InputError for another layout, other outer steps, or other ranks."""
+        states = states_of(state, self.host.world.rank, self.host.world.ranks, self.spec, self.plan)
+        if states is None:
+            return super().load(state)
+        if self.host.step:
+            raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
+        given = [state] if isinstance(state, dict) else list(state)
+        plain = [dict(one) for one in given]
+        for one in plain:
+            del one["outer"]
+        super().load(plain[0] if isinstance(state, dict) else plain)
+        step: int = states[0]["step"]
+        if states[0]["begun"] is None:
+            if self._fragments is not None:  # the plan has no warm-up, and yet the state is of one
+                raise InputError(
+                    "load_state_dict: found the state of a run that stayed synchronous, expected one with "
+                    "local steps: load it into a session with an exact plan"
+                )
+            self._done = step
+            return step
+        if self._fragments is None:
+            self._begin(self.host.step)
+        if self._fragments is not None:
+            self._resume(states)
+        return step
+
+    @torch.no_grad()
+    def _resume(self, states: Sequence[dict[str, Any]]) -> None:
+        assert self._fragments is not None
+        rank, ranks = self._world.rank, self._world.ranks
+        same = states[0]["workers"] == ranks
+        own = states[rank if len(states) == ranks else 0]
+        for index, one in enumerate(self._rounds):
+            for number, anchor in enumerate(one.anchors):
+                parts = [state["anchors"][index][number] for state in ([own] if same else states)]
+                for key, tensor in anchor.tensors().items():
+                    whole = whole_of(parts, key, same or anchor.ranks == 1)
+                    if not same and anchor.ranks > 1:
+                        whole = nn.functional.pad(
+                            whole[: anchor.numel], (0, anchor.ranks * anchor.share - anchor.numel)
+                        )
+                        whole = anchor.own(whole)
+                    tensor.copy_(whole)
+        for one, residuals in zip(self._rounds, own["residuals"], strict=True):
+            one.load(residuals)
+        if not same:
+            wholes = [
+                {name: anchor for one in fragment.rounds for name, anchor in one.weights().items()}
+                for fragment in self._fragments
+            ]
+            own = merged_state(states, wholes, rank, ranks, self.spec.mix)
+            for one, residuals in zip(self._rounds, own["residuals"], strict=True):
+                one.load(residuals)
+        for fragment, launched in zip(self._fragments, own["launched"], strict=True):
+            fragment.launched = launched
+            if launched is not None:  # gathered now, for later other rounds are in flight
+                for one in fragment.rounds:
+                    one.weights(keep=True)
+        self._take(own["weights"], own["buffers"], self.host.synced_buffers())
+        assert self.host.optimizer is not None
+        self.host.optimizer.load_state_dict(copied(own["optimizer"]))
+        self._begun, self._done = own["begun"], own["done"]

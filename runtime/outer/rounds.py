@@ -1,0 +1,245 @@
+"""The rounds of one fragment: its buckets' messages between workers, and the outer step that they bring.
+
+    launch     ─▶ behind a local step: weights (dense) or pseudo-gradients (compressed) leave for the other workers
+    complete   ─▶ all of it has come: the anchor has taken its outer step
+    finish     ─▶ `delay_steps` later: the worker's weights are mixed with the new anchor
+
+Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.comm.collectives.phases import add_up, all_to_all, gather
+from runtime.comm.communicator import CommTiming, Communicator, Payload
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Message
+from runtime.outer.anchors import Anchor
+from runtime.plan import OuterOptimizer
+from runtime.sparse.compressed import CompressedBucket
+from runtime.sparse.residuals import ErrorFeedbackState
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+class BucketRound(Protocol):
+    """The rounds of one bucket."""
+
+    anchors: list[Anchor]
+    """Of each of the bucket's messages."""
+
+    def launch(self) -> None:
+        """Send this worker's weights, or pseudo-gradients."""
+
+    def complete(self) -> None:
+        """Block until the round that was launched last has come, and the anchor has taken its step."""
+
+    def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
+        """Return the whole anchor after the last round, by parameter; all workers call this after `complete`.
+
+        Args:
+            keep: whether it is asked for once more before the next round.
+        """
+        ...
+
+    def residuals(self) -> dict[str, Any]:
+        """Return the state of error feedback; empty where there is none."""
+        ...
+
+    def load(self, residuals: dict[str, Any]) -> None:
+        """Continue from `residuals`; the anchors have been filled in, and no round is in flight."""
+        ...
+
+
+class MeanOfWeights:
+    """One message of a dense bucket: weights go to their owners, and new anchors come back."""
+
+    def __init__(self, anchor: Anchor, flat: Tensor) -> None:
+        """`flat`: this worker's weights, shape (ranks · share,); becomes the whole anchor."""
+        self._anchor, self.flat = anchor, flat
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        anchor = self._anchor
+        received = torch.empty_like(self.flat)
+        yield from all_to_all(received, self.flat, group)
+        mean = torch.empty_like(anchor.weights)
+        add_up(list(received.view(anchor.ranks, -1)), mean)
+        anchor.step(anchor.weights - mean.div_(anchor.ranks))
+        yield from gather(self.flat, anchor.weights.to(self.flat.dtype), group)
+
+
+class DenseRound:
+    """The rounds of a bucket whose weights are sent as they are; messages have memory while they are in flight."""
+
+    def __init__(
+        self, bucket: BucketBuffer, parameters: Parameters, optimizer: OuterOptimizer, world: World,
+        communicator: Communicator,
+    ) -> None:  # fmt: skip
+        """Own a part of the bucket's anchor; `bucket` has the places of its parameters, and its memory is not used."""
+        self._bucket, self._parameters, self._world, self._communicator = bucket, parameters, world, communicator
+        self.anchors = [Anchor(message, world.rank, world.ranks, optimizer) for message in bucket.messages]
+        self._sent = CommTiming()
+        self._messages: list[MeanOfWeights] = []
+
+    def launch(self) -> None:
+        """See `BucketRound.launch`."""
+        self._sent = CommTiming()
+        self._messages = [
+            MeanOfWeights(anchor, anchor.flatten(self._parameters, anchor.message.flat.dtype))
+            for anchor in self.anchors
+        ]
+        self._communicator.launch(Payload(self._bucket.index, self._bucket.label, self._messages), self._sent)
+
+    def complete(self) -> None:
+        """See `BucketRound.complete`."""
+        self._communicator.wait(self._sent)
+
+    def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
+        """See `BucketRound.weights`. Where no round has just brought them, parts are gathered: nothing is in flight."""
+        wholes = [message.flat for message in self._messages] or [
+            self._world.gather_parts(
+                anchor.weights.to(anchor.message.flat.dtype), "gathering the weights of the last round"
+            )
+            for anchor in self.anchors
+        ]
+        self._messages = list(map(MeanOfWeights, self.anchors, wholes)) if keep else []
+        return {
+            name: view
+            for anchor, whole in zip(self.anchors, wholes, strict=True)
+            for name, view in anchor.views(whole).items()
+        }
+
+    def residuals(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, residuals: dict[str, Any]) -> None:
+        self._messages = []
+
+
+class CompressedRound:
+    """The rounds of a bucket whose pseudo-gradients are sent encoded, with error feedback."""
+
+    def __init__(
+        self, bucket: BucketBuffer, lossy: CompressedBucket, parameters: Parameters, optimizer: OuterOptimizer,
+        world: World, communicator: Communicator,
+    ) -> None:  # fmt: skip
+        """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients."""
+        self._bucket, self._parameters, self._communicator = bucket, parameters, communicator
+        (self._message,) = bucket.messages
+        self.anchors = [Anchor(self._message, 0, 1, optimizer)]
+        self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
+        self._workers, self._sent = world.ranks, CommTiming()
+        self._release()
+
+    def _release(self) -> None:
+        """Give the memory of the pseudo-gradients back until the next round."""
+        self._message.storage.resize_(0)
+
+    def launch(self) -> None:
+        """See `BucketRound.launch`."""
+        self._sent = CommTiming()
+        (anchor,), flat = self.anchors, self._message.flat
+        self._message.storage.resize_(flat.numel() * flat.itemsize)
+        for name, place in anchor.views(anchor.weights).items():
+            apart = place - self._parameters[name].detach().to(place.dtype)
+            self._places[name].copy_(apart.div_(self._workers))
+        self._feedback.begin()
+        self._communicator.launch(self._bucket.payload, self._sent, partial(self._feedback.add_to, self._bucket))
+
+    @property
+    def _places(self) -> dict[str, Tensor]:
+        return {slot.name: slot.view for slot in self._bucket.slots}
+
+    def complete(self) -> None:
+        """See `BucketRound.complete`."""
+        if not self._message.storage.nbytes():
+            return  # it has been completed
+        self._feedback.settle(lambda _: self._communicator.wait(self._sent))
+        (anchor,) = self.anchors
+        anchor.step(self._message.flat[: anchor.numel].to(anchor.weights.dtype))
+        self._release()
+
+    def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
+        """See `BucketRound.weights`."""
+        (anchor,) = self.anchors
+        return anchor.views(anchor.weights)
+
+    def residuals(self) -> dict[str, Any]:
+        return self._feedback.state()
+
+    def load(self, residuals: dict[str, Any]) -> None:
+        self._feedback.load_state(residuals, self._parameters)
+
+
+class BufferRound:
+    """The mean over workers of the model's floating-point buffers, such as the statistics of BatchNorm."""
+
+    def __init__(self, index: int, world: World, communicator: Communicator) -> None:
+        """`index`: of its message for the communicator."""
+        self._index, self._workers, self._communicator = index, world.ranks, communicator
+        self._sent = CommTiming()
+        self._message: Message | None = None
+        self._buffers: list[Tensor] = []
+
+    def launch(self, buffers: Sequence[Tensor]) -> None:
+        """Send these buffers, the same ones on all workers."""
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        if not self._buffers:
+            return
+        flat = torch.cat([buffer.detach().reshape(-1).double() for buffer in self._buffers]).div_(self._workers)
+        self._sent, self._message = CommTiming(), Message(flat, [])
+        self._communicator.launch(Payload(self._index, "the mean of buffers", [self._message]), self._sent)
+
+    def finish(self) -> None:
+        """Block until the mean has come, and take it."""
+        message, self._message = self._message, None
+        if message is None:
+            return
+        self._communicator.wait(self._sent)
+        parts = message.flat.split([buffer.numel() for buffer in self._buffers])
+        for buffer, part in zip(self._buffers, parts, strict=True):
+            buffer.data.copy_(part.view(buffer.shape))  # as no change that autograd counts
+
+
+class Fragment:
+    """The parameters that are averaged in one round, and where that round is."""
+
+    def __init__(self, rounds: Sequence[BucketRound], parameters: Parameters, first_step: int) -> None:
+        """`first_step`: local step, from 1, behind which the first round is launched."""
+        self.rounds, self._parameters, self.first_step = rounds, parameters, first_step
+        self.launched: int | None = None
+        """Local step behind which the round in flight was launched, until it is finished; None: there is none."""
+
+    def launch(self, step: int) -> None:
+        """Send the fragment behind this local step."""
+        self.launched = step
+        for one in self.rounds:
+            one.launch()
+
+    def complete(self) -> None:
+        """Block until the round in flight has come, if there is one; the worker's weights stay what they are."""
+        if self.launched is not None:
+            for one in self.rounds:
+                one.complete()
+
+    @torch.no_grad()
+    def finish(self, mix: float) -> None:
+        """End the round in flight: weights ← mix · weights + (1 − mix) · anchor."""
+        self.complete()
+        self.launched = None
+        for one in self.rounds:
+            for name, anchor in one.weights().items():
+                mix_into(self._parameters[name], anchor, mix)
+
+
+def mix_into(weights: Tensor, anchor: Tensor, mix: float) -> None:
+    """Make `weights` mix · weights + (1 − mix) · anchor, in place and in the anchor's dtype."""
+    own = weights.detach()
+    own.copy_(anchor if mix == 0.0 else own.to(anchor.dtype).mul(mix).add_(anchor, alpha=1.0 - mix))

@@ -1,0 +1,90 @@
+"""Outer steps: periods by hand, the smallest H, and when there is nothing to gain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import cluster_document, make, profile_document
+
+from planner.decide.optimize import optimize
+from planner.decide.strategies import make_schedule
+from planner.documents.profile import Profile
+from planner.ir import GAIN
+from planner.model.modes import outer, simulate_schedule, step_us
+from planner.model.modes.outer import OuterSteps
+from planner.model.problem import Problem
+from runtime.errors import InputError
+
+ROWS = [(400_000, 120.0), (400_000, 80.0), (400_000, 60.0), (400_000, 40.0)]
+COMPUTE_US = 100.0 + 300.0 + 40.0
+ALPHA_US, BETA = 30.0, 0.0005
+
+
+def document(beta: float = BETA) -> dict[str, Any]:
+    """A profile with its cluster."""
+    profile: dict[str, Any] = profile_document(ROWS, forward_us=100.0, update_us=40.0)
+    return profile | {"cluster": cluster_document((ALPHA_US, beta), nodes=4)}
+
+
+def problem() -> Problem:
+    """The same on arrays."""
+    return make(profile_document(ROWS, forward_us=100.0, update_us=40.0), cluster_document((ALPHA_US, BETA), nodes=4))
+
+
+def test_a_blocking_round_costs_its_message_once_in_h_steps() -> None:
+    step = problem()
+    [round_us] = step.bucket_cost_us([range(4)])
+    for every in (1, 8):
+        assert step_us(step, make_schedule(step, f"diloco:{every}")) == pytest.approx(COMPUTE_US + round_us / every)
+
+
+def test_a_round_in_flight_costs_what_its_steps_do_not_hide() -> None:
+    step = problem()
+    schedule = make_schedule(step, "streaming:64:4")
+    rounds_us = step.bucket_cost_us([(gradient,) for gradient in range(4)])
+    exposed_us = sum(max(0.0, round_us - COMPUTE_US) for round_us in rounds_us)
+    assert step_us(step, schedule) == pytest.approx(COMPUTE_US + exposed_us / 64)
+    timeline = simulate_schedule(step, schedule)
+    assert sum(span.task.endswith("round") for span in timeline.spans) == 4
+    assert timeline.spans[0].task.startswith("local step")
+
+
+def test_h_is_the_smallest_that_hides_messages() -> None:
+    plan = optimize(Profile.parse(document(), "p"), accuracy="relaxed", allow="outer", compress="none")
+    assert plan.outer is not None
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_us <= COMPUTE_US * (1.0 + GAIN)
+    assert plan.outer.every > 1
+    assert step_us(problem(), make_schedule(problem(), f"outer:{plan.outer.every - 1}")) > COMPUTE_US * (1.0 + GAIN)
+    assert any(f"H = {plan.outer.every} is the smallest" in note for note in plan.notes)
+    assert plan.fallback is not None
+
+
+def test_without_being_allowed_there_are_none() -> None:
+    assert optimize(Profile.parse(document(), "p"), accuracy="relaxed", compress="none").outer is None
+    exact = optimize(Profile.parse(document(), "p"), allow="outer")
+    assert exact.outer is None
+
+
+def test_fast_links_stay_synchronous() -> None:
+    plan = optimize(Profile.parse(document(1e-9), "p"), accuracy="relaxed", allow="outer", compress="none")
+    assert plan.outer is None
+
+
+def test_the_largest_period_is_checked() -> None:
+    with pytest.raises(InputError, match="--max-period: found 0, expected a whole number of steps from 1 to 10000"):
+        optimize(Profile.parse(document(), "p"), accuracy="relaxed", allow="outer", max_period=0)
+
+
+@pytest.mark.parametrize("line", ["outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2"])
+def test_text_form(line: str) -> None:
+    assert str(OuterSteps.parse(line)) == line
+
+
+def test_fragments_are_of_the_buckets_there_are() -> None:
+    schedule = make_schedule(problem(), "streaming:8:4")
+    assert outer.fragments_of(schedule) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
+    fewer = schedule.mode.fitted(2)
+    assert isinstance(fewer, OuterSteps)
+    assert fewer.fragments == ()

@@ -1,0 +1,59 @@
+"""What plans with outer steps refuse, and the outer step against torch.optim.SGD."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from runtime.checks.plan import trainable_parameters
+from runtime.core.buckets import make_plain_buckets
+from runtime.outer.anchors import Anchor
+from runtime.outer.averages import mean_of
+from runtime.outer.outer import Outer
+from runtime.plan import ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
+
+MODEL = nn.Linear(3, 2).double()
+PARAMETERS = trainable_parameters(MODEL)
+PLAN = Plan(
+    model=ModelReference(name="test"), world=PlanWorld(ranks=4, nodes=2), accuracy="relaxed",
+    buckets=(PlanBucket(gradients=tuple(PARAMETERS)),), outer=OuterSpec(every=4),
+)  # fmt: skip
+
+
+def test_optimizers_that_step_alone_are_wanted() -> None:
+    assert Outer.check_optimizer(torch.optim.AdamW(MODEL.parameters()), PARAMETERS) is None
+    for optimizer, what in ((None, "no optimizer"), (torch.optim.LBFGS(MODEL.parameters()), "LBFGS")):
+        problem = Outer.check_optimizer(optimizer, PARAMETERS)
+        assert problem is not None
+        assert what in problem
+        assert "expected" in problem
+
+
+def test_workers_are_ranks() -> None:
+    problem = Outer.check_topology(PLAN, None)
+    assert problem is not None
+    assert "between 2 nodes of 2 ranks each; expected as many nodes as ranks" in problem
+
+
+def test_owners_take_the_outer_step_together() -> None:
+    """All parts, of three owners, come to what torch.optim.SGD makes of the whole."""
+    rule = OuterOptimizer(lr=0.7, momentum=0.9)
+    (bucket,) = make_plain_buckets(PLAN, PARAMETERS)
+    parts = [Anchor(bucket.messages[0], rank, 3, rule) for rank in range(3)]
+    weights = {name: parameter.detach().clone() for name, parameter in PARAMETERS.items()}
+    for part in parts:
+        part.take(weights)
+    whole = nn.Parameter(torch.cat([part.weights for part in parts]).clone())
+    outer = torch.optim.SGD([whole], lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(3):
+        gradient = torch.randn(whole.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        whole.grad = gradient
+        outer.step()
+        for part in parts:
+            part.step(part.own(gradient))
+        torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.detach(), rtol=0, atol=1e-15)
+
+
+def test_the_mean_of_equal_tensors_is_the_tensor() -> None:
+    one = torch.rand(7)
+    assert torch.equal(mean_of([one, one.clone(), one.clone()]), one)

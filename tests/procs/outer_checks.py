@@ -1,0 +1,356 @@
+"""What the ranks of the tests of plans with outer steps do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from delay_checks import Net, batch, net_loss
+from findings import Difference
+from outer_reference import Reference
+from torch import Tensor, nn
+
+import runtime
+from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
+from runtime.session.session import Session
+
+NAMES = ("two.bias", "two.weight", "one.bias", "one.weight")
+HALVES = (NAMES[:2], NAMES[2:])
+LOCAL_SGD = OuterOptimizer(lr=1.0, momentum=0.0)
+DILOCO = OuterSpec(every=4, warmup_steps=3)
+STREAMING = OuterSpec(every=4, fragments=HALVES, delay_steps=2, mix=0.5, warmup_steps=2)
+INT8 = CompressorSpec(name="wire", dtype="int8", block=64)
+TOLERANCE = 1e-12
+
+
+def plan_of(spec: OuterSpec | None, compressor: CompressorSpec | None = None, **changes: Any) -> Plan:
+    """Two buckets, which may be the two fragments."""
+    bucket = PlanBucket(gradients=NAMES)
+    if compressor is not None:
+        sparse = compressor.name in ("topk", "randomk")
+        bucket = replace(bucket, compressor=compressor)
+        bucket = replace(bucket, collective="sparse", algorithm="flat") if sparse else bucket
+    values: dict[str, Any] = {
+        "model": ModelReference(name="test"), "world": PlanWorld(ranks=dist.get_world_size()),
+        "accuracy": "exact" if spec is None else "relaxed",
+        "buckets": tuple(replace(bucket, gradients=half) for half in HALVES), "outer": spec,
+    }  # fmt: skip
+    return Plan(**(values | changes))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all parameters."""
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def single() -> nn.Module:
+    """The model in float32, which 8 bits can send."""
+    return Net().float()
+
+
+def single_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Of one rank, in float32."""
+    x, y = batch(rank, step)
+    loss: Tensor = ((model(x.float()) - y.float()) ** 2).mean()
+    return loss
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def started(plan: Plan, make: Make = adamw, model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
+    """A model that trains by a plan."""
+    model = model or Net()
+    optimizer = make(model)
+    return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, loss: Any = net_loss) -> None:
+    """Some steps of this rank."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, dist.get_rank(), step).backward()
+        optimizer.step()
+
+
+def near(found: Any, expected: Any, tolerance: float = TOLERANCE) -> bool | str:
+    """Relative to the largest of each tensor."""
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        apart = float((one.detach() - other.detach()).abs().max()) / max(1e-300, float(other.detach().abs().max()))
+        if not apart <= tolerance:
+            return Difference(f"tensor {index}: {apart:.3g} apart, expected {tolerance:g}")
+    return True
+
+
+def against_reference() -> dict[str, Any]:
+    """Dense rounds come to what one process makes of the recurrence, with and without delay, fragments and momentum."""
+    found: dict[str, Any] = {}
+    cases = {
+        "diloco": (DILOCO, adamw),
+        "streaming": (STREAMING, adamw),
+        "three steps late": (replace(STREAMING, every=5, delay_steps=3), sgd),
+        "no warm-up": (replace(STREAMING, warmup_steps=0, delay_steps=0), adamw),
+        "every step": (OuterSpec(every=1, optimizer=LOCAL_SGD), sgd),
+        "post-local SGD": (OuterSpec(every=3, optimizer=LOCAL_SGD, warmup_steps=4), sgd),
+        "drops t steps": (replace(STREAMING, mix=0.0), sgd),
+    }
+    for name, (spec, make) in cases.items():
+        expected = Reference(Net, make, net_loss, dist.get_world_size(), spec).begin().run(14)
+        model, optimizer, session = started(plan_of(spec), make)
+        train(model, optimizer, range(14))
+        found[name] = near(model.parameters(), expected.models[dist.get_rank()].parameters())
+        session.detach()
+    return found
+
+
+def plain_averaging() -> dict[str, Any]:
+    """H = 1 with rate 1 and no momentum is a synchronous step of SGD."""
+    straight, optimizer, session = started(plan_of(None), sgd)
+    train(straight, optimizer, range(6))
+    session.detach()
+    model, optimizer, session = started(plan_of(OuterSpec(every=1, optimizer=LOCAL_SGD)), sgd)
+    train(model, optimizer, range(6))
+    session.detach()
+    return {"weights": near(model.parameters(), straight.parameters())}
+
+
+def compressed() -> dict[str, Any]:
+    """Nothing is lost: once the residuals have been sent, workers are where all their gradients lead to.
+
+    With plain SGD, an outer rate of 1 and mix 0 that is the first weights − lr · mean of the gradients of all steps but
+    those between a round's launch and its end, which mix 0 drops.
+    """
+    found: dict[str, Any] = {}
+    compressors = {
+        "dense": None,
+        "int8": INT8,
+        "topk": CompressorSpec(name="topk", density=0.3),
+        "low rank": CompressorSpec(name="powersgd", rank=1),
+    }
+    steps = 10
+    for (name, compressor), t in itertools.product(compressors.items(), (0, 2)):
+        spec = replace(STREAMING, delay_steps=t, mix=0.0, optimizer=LOCAL_SGD, warmup_steps=0)
+        model, optimizer, session = started(plan_of(spec, compressor), sgd, single())
+        expected = {n: p.detach().double() for n, p in model.named_parameters()}
+        for local in range(1, steps + 1):
+            train(model, optimizer, range(local, local + 1), single_loss)
+            for n, p in model.named_parameters():
+                due = spec.due_after(next(i for i, half in enumerate(HALVES) if n in half), 2)
+                if not any(launch < local <= launch + t for launch in range(due, steps + 1, spec.every)):
+                    expected[n] -= 0.05 * mean_over_ranks(p.grad)
+        held = [one.get("residuals", {}) for one in session.state_dict()["outer"]["residuals"]]
+        found[f"{name} t={t} holds back"] = (compressor is not None) == any(
+            bool(part.any()) for parts in held for part in parts.values()
+        )
+        session.switch(plan_of(None))
+        found[f"{name} t={t}"] = near([p.double() for p in model.parameters()], expected.values(), 2e-6)
+        session.detach()
+    return found
+
+
+def mean_over_ranks(value: Tensor | None) -> Tensor:
+    """In float64."""
+    assert value is not None
+    mean = value.detach().double() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean
+
+
+def resumed() -> dict[str, Any]:
+    """A checkpoint in the warm-up, between rounds and with one in flight changes nothing, bit for bit."""
+    found: dict[str, Any] = {}
+    for name, compressor, make in (("dense", None, Net), ("int8", INT8, single)):
+        loss = net_loss if compressor is None else single_loss
+        plan = plan_of(STREAMING, compressor)
+        straight, optimizer, session = started(plan, adamw, make())
+        train(straight, optimizer, range(15), loss)
+        session.detach()
+        for at in (1, 5, 8):
+            model, optimizer, session = started(plan, adamw, make())
+            train(model, optimizer, range(at), loss)
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+            session.detach()
+            model, optimizer, session = started(plan, adamw, make())
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            session.load_state_dict(saved[2])
+            train(model, optimizer, range(at, 15), loss)
+            found[f"{name} at {at}"] = session.step == 15 and near(model.parameters(), straight.parameters(), 0.0)
+            session.detach()
+    return found
+
+
+def more_workers() -> dict[str, Any]:
+    """One worker more continues where all the others were: anchors, momenta, the mean of weights, all residuals."""
+    if dist.get_world_size() < 3:
+        return {"left out on two ranks": True}
+    found: dict[str, Any] = {}
+    fewer = list(range(dist.get_world_size() - 1))
+    group = dist.new_group(fewer)
+    for name, compressor, make in (("dense", None, Net), ("int8", INT8, single)):
+        loss = net_loss if compressor is None else single_loss
+        plan = plan_of(replace(STREAMING, warmup_steps=0), compressor)
+        state = before = None
+        if dist.get_rank() in fewer:
+            model, optimizer = make(), None
+            optimizer = adamw(model)
+            small = replace(plan, world=PlanWorld(ranks=len(fewer)))
+            session = runtime.attach(model, optimizer, small, group, drift=False, timeout_s=15.0)
+            train(model, optimizer, range(7), loss)
+            state = session.state_dict()
+            with session.global_weights():
+                before = [p.detach().clone() for p in model.parameters()]
+            session.detach()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (state, before))
+        states = [one for one, _ in everyone if one is not None]
+        model, optimizer, session = started(plan, adamw, make())
+        session.load_state_dict(states)
+        with session.global_weights():
+            found[f"{name} anchors"] = near(model.parameters(), everyone[0][1], 0.0)
+        now = session.state_dict()["outer"]["residuals"]
+        for index, one in enumerate(now):
+            for parameter, part in one.get("residuals", {}).items():
+                was = sum(state["outer"]["residuals"][index]["residuals"][parameter].double() for state in states)
+                found[f"{name} residual {parameter}"] = near(
+                    [mean_over_ranks(part) * dist.get_world_size()], [was], 1e-6
+                )
+        train(model, optimizer, range(7, 12), loss)
+        session.switch(plan_of(None))
+        found[f"{name} steps"] = session.step == 12 and same_everywhere(list(model.parameters()))
+        session.detach()
+    return found
+
+
+def leaves_between_gradient_and_step() -> dict[str, Any]:
+    """A switch that happens behind a backward makes that step a synchronous one."""
+    model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
+    train(model, optimizer, range(5))
+    session.switch(plan_of(None), at_step=8)
+    train(model, optimizer, range(5, 10))
+    found = {"same": same_everywhere(list(model.parameters()))}
+    session.detach()
+    return found
+
+
+def switched() -> dict[str, Any]:
+    """A run changes to outer steps and back, and all ranks then have one model and one optimizer's state."""
+    found: dict[str, Any] = {}
+    for name, compressor, make in (("dense", None, Net), ("int8", INT8, single)):
+        loss = net_loss if compressor is None else single_loss
+        model, optimizer, session = started(plan_of(None), adamw, make())
+        train(model, optimizer, range(3), loss)
+        session.switch(plan_of(replace(STREAMING, warmup_steps=0), compressor))
+        train(model, optimizer, range(3, 10), loss)
+        own = [p.detach().clone() for p in model.parameters()]
+        found[f"{name} apart"] = not same_everywhere(own)
+        session.switch(plan_of(None))
+        train(model, optimizer, range(10, 13), loss)
+        states = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        found[f"{name} weights"] = same_everywhere(list(model.parameters()))
+        found[f"{name} optimizer"] = same_everywhere(states)
+        session.detach()
+    return found
+
+
+def loses_a_worker() -> None:
+    """The second worker is killed between rounds."""
+    model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
+    for step in range(20):
+        train(model, optimizer, range(step, step + 1))
+        if step == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def same_everywhere(tensors: list[Tensor]) -> bool:
+    """Whether all ranks have the same ones, bit for bit."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [tensor.detach().clone() for tensor in tensors])
+    return all(torch.equal(a, b) for other in everyone for a, b in zip(everyone[0], other, strict=True))
+
+
+def habits() -> dict[str, Any]:
+    """Accumulation, steps that one rank leaves out, clipping and evaluation in between keep ranks in step."""
+    found: dict[str, Any] = {}
+    model, optimizer, session = started(plan_of(STREAMING))
+    for step in range(16):
+        optimizer.zero_grad()
+        with session.no_sync() if step % 3 == 0 else contextlib.nullcontext():
+            net_loss(model, dist.get_rank(), 100 + step).backward()
+        if step % 3 == 0:
+            net_loss(model, dist.get_rank(), step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (step + dist.get_rank()) % 5:
+            optimizer.step()
+        with torch.no_grad():
+            net_loss(model, dist.get_rank(), step)
+    with session.global_weights():
+        found["global"] = same_everywhere(list(model.parameters()))
+    found["own"] = not same_everywhere(list(model.parameters()))
+    found["steps"] = session.step == 16
+    session.detach()
+    return found
+
+
+class Normed(nn.Module):
+    """With running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.one, self.norm, self.two = nn.Linear(5, 7).double(), nn.BatchNorm1d(7).double(), nn.Linear(7, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 5) → (batch, 3)."""
+        scores: Tensor = self.two(self.norm(self.one(x)))
+        return scores
+
+
+def buffers() -> dict[str, Any]:
+    """Statistics of BatchNorm are a worker's own between rounds, and their mean after one."""
+    model = Normed()
+    names = tuple(name for name, _ in model.named_parameters())[::-1]
+    plan = plan_of(OuterSpec(every=2), buckets=(PlanBucket(gradients=names),))
+    model, optimizer, session = started(plan, adamw, model)
+    assert isinstance(model, Normed)
+    train(model, optimizer, range(3))
+    apart = not same_everywhere([model.norm.running_mean])
+    train(model, optimizer, range(3, 4))
+    results = {"apart": apart, "mean": same_everywhere([model.norm.running_mean, model.norm.running_var])}
+    session.detach()
+    return results
+
+
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
+    check.__name__: check
+    for check in (
+        against_reference,
+        plain_averaging,
+        compressed,
+        resumed,
+        switched,
+        more_workers,
+        leaves_between_gradient_and_step,
+        habits,
+        buffers,
+    )
+}
+
+
+def run(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Results of some checks on this rank."""
+    torch.set_num_threads(1)
+    return {name: CHECKS[name]() for name in names}

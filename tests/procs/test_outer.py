@@ -1,0 +1,34 @@
+"""Plans with outer steps: against a reference that plays all workers, compressed, resumed, switched and disturbed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import outer_checks
+import pytest
+from asked import asked_for
+from findings import wrong
+
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.errors import EnvironmentFailure
+
+Results = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+def ranks(request: pytest.FixtureRequest) -> Results:
+    """What every rank of two or three found."""
+    return run_ranks(LocalWorld(ranks=request.param), outer_checks.run, asked_for(request, "check"))
+
+
+@pytest.mark.parametrize("check", outer_checks.CHECKS)
+def test_on_every_rank(ranks: Results, check: str) -> None:
+    for rank, results in enumerate(ranks):
+        assert results[check]
+        assert wrong(results[check]) == {}, rank
+
+
+def test_a_lost_worker_ends_the_run() -> None:
+    with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL") as caught:
+        run_ranks(LocalWorld(ranks=2), outer_checks.loses_a_worker)
+    assert caught.value.exit_code == 3
