@@ -33,8 +33,8 @@ from runtime.core.exchange import Exchange
 from runtime.errors import FallbackWarning, InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, dense_plan, warn_of_scales
 from runtime.outer.averages import average_optimizer, mean_over
-from runtime.outer.checkpoint import VERSION, buckets_of, copied, merged_state, states_of, whole_of
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
+from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of, whole_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import OUTER
 from runtime.sparse.layout import make_lossy
@@ -53,7 +53,7 @@ class WorkerResiduals(ErrorFeedbackState):
         return self._scaled(super().state(), 1.0 / self.ranks)
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        """See `ErrorFeedback.load_state`."""
+        """Load residuals of synchronous steps, times the number of ranks."""
         super().load_state(self._scaled(state, float(self.ranks)), parameters)
 
     @staticmethod
@@ -68,6 +68,7 @@ class Outer(Mode, StepHooks):
     name = OUTER
     what = "outer steps"
     relaxed = True
+    lingers = True
     aside_reason = (
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
         "plan, and name the one with outer steps in this call"
@@ -280,7 +281,7 @@ class Outer(Mode, StepHooks):
         average_optimizer(self._world, self.host.optimizer, self._parameters.values())
         self._average_buffers()
         warn_of_scales(self.host)
-        self.close()
+        self._release()
 
     def _settle_last_step(self) -> None:
         """Let ranks whose optimizer has left out the last step send what others have sent behind it; where it is yet to
@@ -338,10 +339,15 @@ class Outer(Mode, StepHooks):
             buffer.copy_(value)
 
     def close(self) -> None:
+        self._release()
+        if self._begun is not None:
+            self._world.leave()
+
+    def _release(self) -> None:
+        """Free what local steps need but the group, which the backend's thread may hold until the session ends."""
         if self._fragments is not None:
             self._communicator.close()
-            self._world.leave()
-        self._fragments, self._rounds = None, []
+        self._fragments, self._rounds, self._buffers = None, [], None
 
     # Checkpoints.
 
