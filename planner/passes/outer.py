@@ -15,11 +15,11 @@ from planner.documents.text import ms, pluralize
 from planner.ir import GAIN, Codec, Dense, Schedule
 from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
-from planner.model.modes import outer, step_us
+from planner.model.modes import outer_steps, step_us
 from planner.model.problem import Problem
 from planner.passes.base import Bound, Candidate, Pass, check_count
 from planner.passes.joint import Codecs, compress_of
-from planner.strategies.outer import MAX_PERIOD, NEAR_SHORTEST, best_cut
+from planner.strategies.diloco import MAX_PERIOD, NEAR_SHORTEST, best_cut
 from runtime.plan import Accuracy
 from runtime.plan.interfaces import OUTER
 
@@ -49,7 +49,7 @@ class Outer(Pass):
             InputError: the largest period is out of range.
         """
         largest = check_max_period(self.max_period or DEFAULT_MAX_PERIOD)
-        alone_us, now_us = outer.compute_us(problem), step_us(problem, schedule)
+        alone_us, now_us = outer_steps.compute_us(problem), step_us(problem, schedule)
         cluster = problem.cost.cluster
         if problem.ranks == 1:
             return Candidate(schedule=schedule, why_not="one rank alone has no other worker")
@@ -62,7 +62,7 @@ class Outer(Pass):
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
         found = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
-        name = min(found, key=lambda name: (not _near(problem, found[name]), outer.mode_of(found[name]).every))
+        name = min(found, key=lambda name: (not _near(problem, found[name]), outer_steps.mode_of(found[name]).every))
         chosen = found[name]
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
@@ -84,7 +84,7 @@ class Outer(Pass):
 
 def _near(problem: Problem, schedule: Schedule) -> bool:
     """Tell whether a step is within 2 % of one without communication."""
-    return step_us(problem, schedule) <= outer.compute_us(problem) * (1.0 + GAIN)
+    return step_us(problem, schedule) <= outer_steps.compute_us(problem) * (1.0 + GAIN)
 
 
 def check_max_period(value: object) -> int:
@@ -108,12 +108,12 @@ def smallest_period(problem: Problem, codec: Codec, largest: int) -> Schedule:
 
 def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule]) -> list[str]:
     """Return what readers of a plan with this schedule should know: why H, t, fragments and the encoding."""
-    mode, alone_us = outer.mode_of(chosen), outer.compute_us(problem)
+    mode, alone_us = outer_steps.mode_of(chosen), outer_steps.compute_us(problem)
     codec = chosen.buckets[0].codec
     periods = sorted({1, *(2**power for power in range(1, 14) if 2**power <= largest), mode.every})
     times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
     near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
-    others = ", ".join(f"{name} needs H = {outer.mode_of(one).every}" for name, one in found.items())
+    others = ", ".join(f"{name} needs H = {outer_steps.mode_of(one).every}" for name, one in found.items())
     return [
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
@@ -121,5 +121,5 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
         f"{pluralize(len(mode.fragments), 'fragment')} of about equal bytes, taken {pluralize(mode.late, 'step')} "
         f"later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
         f"sent {codec}: {others}",
-        f"the first {outer.WARMUP_STEPS} steps are synchronous; the outer lr of 0.7 and momentum of 0.9 are DiLoCo's",
+        f"the first {outer_steps.WARMUP_STEPS} steps are synchronous; outer lr 0.7 and momentum 0.9 are DiLoCo's",
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from runtime.delay.delayed import Delayed
 from runtime.modes.base import Host, Mode, Synchronous
 from runtime.modes.local_updaters import LocalUpdaters
-from runtime.outer.outer import Outer
+from runtime.outer.local_steps import Outer
 from runtime.plan import Plan
 from runtime.sharded.sharded import LateGather, Sharded
 

@@ -33,7 +33,7 @@ class BucketRound(Protocol):
     """The rounds of one bucket."""
 
     anchors: list[Anchor]
-    """Of each of the bucket's messages."""
+    """Anchors of the bucket's messages, in order."""
 
     def launch(self) -> None:
         """Send this worker's weights, or pseudo-gradients."""
@@ -89,7 +89,7 @@ class DenseRound:
         self._messages: list[MeanOfWeights] = []
 
     def launch(self) -> None:
-        """See `BucketRound.launch`."""
+        """Send the bucket; see `BucketRound.launch`."""
         self._sent = CommTiming()
         self._messages = [
             MeanOfWeights(anchor, anchor.flatten(self._parameters, anchor.message.flat.dtype))
@@ -98,7 +98,7 @@ class DenseRound:
         self._communicator.launch(Payload(self._bucket.index, self._bucket.label, self._messages), self._sent)
 
     def complete(self) -> None:
-        """See `BucketRound.complete`."""
+        """Block until it has come; see `BucketRound.complete`."""
         self._communicator.wait(self._sent)
 
     def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class CompressedRound:
         self._message.storage.resize_(0)
 
     def launch(self) -> None:
-        """See `BucketRound.launch`."""
+        """Send the bucket; see `BucketRound.launch`."""
         self._sent = CommTiming()
         (anchor,), flat = self.anchors, self._message.flat
         self._message.storage.resize_(flat.numel() * flat.itemsize)
@@ -158,7 +158,7 @@ class CompressedRound:
         return {slot.name: slot.view for slot in self._bucket.slots}
 
     def complete(self) -> None:
-        """See `BucketRound.complete`."""
+        """Block until it has come; see `BucketRound.complete`."""
         if not self._message.storage.nbytes():
             return  # it has been completed
         self._feedback.settle(lambda _: self._communicator.wait(self._sent))
@@ -167,7 +167,7 @@ class CompressedRound:
         self._release()
 
     def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
-        """See `BucketRound.weights`."""
+        """Return the anchor; see `BucketRound.weights`."""
         (anchor,) = self.anchors
         return anchor.views(anchor.weights)
 

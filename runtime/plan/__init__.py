@@ -25,7 +25,7 @@ from runtime.plan.document import (
     parse_plan,
 )
 from runtime.plan.fully_sharded import FullyShardPlan
-from runtime.plan.outer import OuterOptimizer, OuterSpec
+from runtime.plan.outer_spec import OuterOptimizer, OuterSpec
 from runtime.plan.strict_json import HINT
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from planner.ir import TIE, Mode, Schedule, Synchronous
-from planner.model.modes import delayed, late_gather, local_updaters, outer, sharded, synchronous
+from planner.model.modes import delayed, late_gather, local_updaters, outer_steps, sharded, synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from runtime.plan import Plan
@@ -53,7 +53,7 @@ MODES: Mapping[type[Mode], ModeModel] = {
     sharded.Sharded: sharded,
     late_gather.LateGather: late_gather,
     delayed.Delayed: delayed,
-    outer.OuterSteps: outer,
+    outer_steps.OuterSteps: outer_steps,
     local_updaters.LocalUpdaters: local_updaters,
 }
 """Registry: value → module. Add a mode here and the contract test covers it."""

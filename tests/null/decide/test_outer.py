@@ -11,8 +11,8 @@ from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
 from planner.ir import GAIN
-from planner.model.modes import outer, simulate_schedule, step_us
-from planner.model.modes.outer import OuterSteps
+from planner.model.modes import outer_steps, simulate_schedule, step_us
+from planner.model.modes.outer_steps import OuterSteps
 from planner.model.problem import Problem
 from runtime.errors import InputError
 
@@ -84,7 +84,7 @@ def test_text_form(line: str) -> None:
 
 def test_fragments_are_of_the_buckets_there_are() -> None:
     schedule = make_schedule(problem(), "streaming:8:4")
-    assert outer.fragments_of(schedule) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
+    assert outer_steps.fragments_of(schedule) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
     fewer = schedule.mode.fitted(2)
     assert isinstance(fewer, OuterSteps)
     assert fewer.fragments == ()

@@ -9,7 +9,7 @@ from runtime.checks.plan import trainable_parameters
 from runtime.core.buckets import make_plain_buckets
 from runtime.outer.anchors import Anchor
 from runtime.outer.averages import mean_of
-from runtime.outer.outer import Outer
+from runtime.outer.local_steps import Outer
 from runtime.plan import ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 
 MODEL = nn.Linear(3, 2).double()

@@ -33,8 +33,8 @@ from runtime.core.exchange import Exchange
 from runtime.errors import FallbackWarning, InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, dense_plan, warn_of_scales
 from runtime.outer.averages import average_optimizer, mean_over
-from runtime.outer.checkpoint import VERSION, buckets_of, copied, merged_state, states_of, whole_of
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
+from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of, whole_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import OUTER
 from runtime.sparse.layout import make_lossy
@@ -53,7 +53,7 @@ class WorkerResiduals(ErrorFeedbackState):
         return self._scaled(super().state(), 1.0 / self.ranks)
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        """See `ErrorFeedback.load_state`."""
+        """Load residuals of synchronous steps, times the number of ranks."""
         super().load_state(self._scaled(state, float(self.ranks)), parameters)
 
     @staticmethod
@@ -68,6 +68,7 @@ class Outer(Mode, StepHooks):
     name = OUTER
     what = "outer steps"
     relaxed = True
+    lingers = True
     aside_reason = (
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
         "plan, and name the one with outer steps in this call"
@@ -118,7 +119,8 @@ class Outer(Mode, StepHooks):
         assert plan.outer is not None
         self.spec = plan.outer
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
-        self._world = host.world
+        self._messages = host.world
+        """Group of the rounds alone, in flight across steps: everything else goes through the session's own."""
         self._fragments: list[Fragment] | None = None
         self._rounds: list[BucketRound] = []
         """Rounds of each bucket, in plan order."""
@@ -201,7 +203,7 @@ class Outer(Mode, StepHooks):
     def _begin(self, step: int) -> None:
         """Let each worker have weights of its own after this number of steps, if all have memory for it."""
         host, problem = self.host, None
-        self._world = host.world.split([range(host.world.ranks)])
+        self._messages = host.world.split([range(host.world.ranks)])
         try:
             exchange = self._lay_out()
         except (RuntimeError, MemoryError) as error:
@@ -218,13 +220,13 @@ class Outer(Mode, StepHooks):
 
     def _lay_out(self) -> Exchange:
         """Make rounds and anchors of the present weights, and the exchange of local steps, which sends nothing."""
-        host, plan, ranks = self.host, self.plan, self._world.ranks
+        host, plan, ranks = self.host, self.plan, self.host.world.ranks
         buckets = make_plain_buckets(plan, host.parameters)
         carried = WorkerResiduals(buckets, {}, host.options.loss_scale)
         carried.ranks = ranks
         collectives = [by_message if bucket.dense else collective_of(bucket) for bucket in plan.buckets]
         communicator = make_communicator(
-            self._world, [*collectives, library_all_reduce], host.device, across_steps=True
+            self._messages, [*collectives, library_all_reduce], host.device, across_steps=True
         )
         self._communicator = communicator
         self._rounds = []
@@ -232,17 +234,17 @@ class Outer(Mode, StepHooks):
         for index, planned in enumerate(plan.buckets):
             made: BucketRound
             if planned.dense:
-                made = DenseRound(buckets[index], self._parameters, self.spec.optimizer, self._world, communicator)
+                made = DenseRound(buckets[index], self._parameters, self.spec.optimizer, self.host.world, communicator)
             else:
                 own = compressed[index]
                 lossy = make_lossy(
-                    own, planned.compressor, ranks, rank=self._world.rank, native=planned.transport.native
+                    own, planned.compressor, ranks, rank=self.host.world.rank, native=planned.transport.native
                 )
-                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, self._world, communicator)
+                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, self.host.world, communicator)
             for anchor in made.anchors:
                 anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
             self._rounds.append(made)
-        self._buffers = BufferRound(len(plan.buckets), self._world, communicator)
+        self._buffers = BufferRound(len(plan.buckets), self.host.world, communicator)
         fragments = self.spec.fragments_of(plan.gradients)
         fragment_of = {name: index for index, names in enumerate(fragments) for name in names}
         self._fragments = [
@@ -278,34 +280,34 @@ class Outer(Mode, StepHooks):
         for name, parameter in self._parameters.items():
             own = parameter.detach()
             if name in residuals:
-                own = own.to(residuals[name].dtype) - residuals[name] * self._world.ranks
-            parameter.copy_(mean_over(self._world, own))
+                own = own.to(residuals[name].dtype) - residuals[name] * self.host.world.ranks
+            parameter.copy_(mean_over(self.host.world, own))
         assert self.host.optimizer is not None
-        average_optimizer(self._world, self.host.optimizer, self._parameters.values())
+        average_optimizer(self.host.world, self.host.optimizer, self._parameters.values())
         self._average_buffers()
         warn_of_scales(self.host)
-        self.close()
+        self._release()
 
     def _settle_last_step(self) -> None:
         """Let ranks whose optimizer has left out the last step send what others have sent behind it; where it is yet to
         come on all ranks, average its gradients.
         """
-        done = self._world.gather(self._done, "ending outer steps")
+        done = self.host.world.gather(self._done, "ending outer steps")
         if max(done) == self.host.step:
             self._advance(self.host.step)
             return
         for parameter in self._parameters.values():
-            gradients = self._world.gather(parameter.grad is not None, "ending outer steps")
+            gradients = self.host.world.gather(parameter.grad is not None, "ending outer steps")
             if any(gradients):
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = own.copy_(mean_over(self._world, own))
+                parameter.grad = own.copy_(mean_over(self.host.world, own))
 
     def _average_buffers(self) -> None:
         buffers = self.host.synced_buffers()
         for buffer in buffers:
             if buffer.is_floating_point():
-                buffer.copy_(mean_over(self._world, buffer))
-        self._world.broadcast([buffer for buffer in buffers if not buffer.is_floating_point()])
+                buffer.copy_(mean_over(self.host.world, buffer))
+        self.host.world.broadcast([buffer for buffer in buffers if not buffer.is_floating_point()])
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -342,10 +344,15 @@ class Outer(Mode, StepHooks):
             buffer.copy_(value)
 
     def close(self) -> None:
+        self._release()
+        if self._begun is not None:
+            self._messages.leave()
+
+    def _release(self) -> None:
+        """Free what local steps need but the group, which the backend's thread may hold until the session ends."""
         if self._fragments is not None:
             self._communicator.close()
-            self._world.leave()
-        self._fragments, self._rounds = None, []
+        self._fragments, self._rounds, self._buffers = None, [], None
 
     # Checkpoints.
 
@@ -368,7 +375,7 @@ class Outer(Mode, StepHooks):
         weights, buffers = self._aside or (self._own_weights(), self.host.synced_buffers())
         assert self.host.optimizer is not None
         state |= {
-            "begun": self._begun, "done": self._done, "workers": self._world.ranks,
+            "begun": self._begun, "done": self._done, "workers": self.host.world.ranks,
             "anchors": [[anchor.tensors() for anchor in one.anchors] for one in self._rounds],
             "residuals": [one.residuals() for one in self._rounds],
             "launched": [fragment.launched for fragment in self._fragments],
@@ -406,7 +413,7 @@ class Outer(Mode, StepHooks):
     @torch.no_grad()
     def _resume(self, states: Sequence[dict[str, Any]]) -> None:
         assert self._fragments is not None
-        rank, ranks = self._world.rank, self._world.ranks
+        rank, ranks = self.host.world.rank, self.host.world.ranks
         same = states[0]["workers"] == ranks
         own = states[rank if len(states) == ranks else 0]
         for index, one in enumerate(self._rounds):

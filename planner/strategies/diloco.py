@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.ir import Bucket, Codec, Dense, Schedule
 from planner.model.modes import step_us
-from planner.model.modes.outer import OuterSteps
+from planner.model.modes.outer_steps import OuterSteps
 from planner.model.problem import Problem
 from planner.strategies.strategy import Argument, strategy, whole
 from runtime.plan.transports import LIBRARY, TWO_SHOT
