@@ -337,7 +337,7 @@ class Learning:
 
 @command(app, "planner.cli.comparing", "compare")
 class Compare:
-    """Measure a plan and the best of DDP, interleaved; with --learn, what they learn.
+    """Measure a plan and the best of DDP: their steps or, by --learn, losses.
 
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """

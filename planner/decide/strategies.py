@@ -35,11 +35,7 @@ from planner.strategies.decoupled import dear, megatron
 from planner.strategies.diloco import diloco, outer_steps, streaming_diloco
 from planner.strategies.hitopk import hitopk
 from planner.strategies.low_rank import low_rank
-<<<<<<< HEAD
-from planner.strategies.outer import diloco, outer_steps, streaming_diloco
 from planner.strategies.owner_rules import OPERATOR_RULES
-=======
->>>>>>> outer
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.strategy import Strategy, number, strategy, whole, word
 from planner.strategies.topologies import torus_2d, tree

@@ -95,8 +95,8 @@ def check_steps(given: object, hint: str) -> None:
     """Raise InputError, which ends with `hint`, unless `given` is None, has a `step`, or is a sequence of what has."""
     if isinstance(given, Sequence) and not given:
         raise InputError(f"optimizer: found an empty {type(given).__name__}, expected an optimizer, or None; {hint}")
-    several = isinstance(given, Sequence)
-    for one in given if isinstance(given, Sequence) else (given,):
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    for one in given if several else (given,):  # type: ignore[attr-defined]
         if (one is None and not several) or callable(getattr(one, "step", None)):
             continue
         found = f"a {type(given).__name__} with a {type(one).__name__}" if several else f"a {type(one).__name__}"

@@ -59,6 +59,9 @@ class Arrivals:
             return
         begun_s = time.perf_counter()
         looked_at, messages = list(steps)[-STRAGGLER_STEPS - 1 :], len(steps[-1].sent)
+        if len(looked_at) < 2:  # input is what lies between two steps
+            self._left = FIRST_STEP
+            return
         ends = [marks.end for marks in looked_at if self._clock.reached(marks.end)]
         whole_us = self._clock.between_us(ends[0], ends[-1]) / (len(ends) - 1) if len(ends) > 1 else math.nan
         mine = [one for pair in pairwise(looked_at) for one in self._figures(*pair)]

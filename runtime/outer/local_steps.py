@@ -68,6 +68,7 @@ class Outer(Mode, StepHooks):
     name = OUTER
     what = "outer steps"
     relaxed = True
+    owns_step = "has outer steps, whose rounds follow the optimizer's step"
     lingers = True
     aside_reason = (
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "

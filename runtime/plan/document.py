@@ -20,12 +20,8 @@ from runtime.errors import InputError
 from runtime.pages import page
 from runtime.plan.fully_sharded import FullyShardPlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
-<<<<<<< HEAD
 from runtime.plan.measured_accuracy import AccuracyMeasured
-from runtime.plan.outer import OuterSpec, partition_problem
-=======
 from runtime.plan.outer_spec import OuterSpec, partition_problem
->>>>>>> outer
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,

@@ -77,7 +77,7 @@ def test_sources_name_samples_and_contention() -> None:
     samples = [[1024, 100.0], [1048576, 900.0]]
     problem = make(usual_document(), cluster_document(None, samples, (1.07, 1.12), name="lab", inter=LINK))
     words = describe_sources(problem)
-    assert set(words) == {"model", "cluster", "compute", "communication", "planner"}
+    assert set(words) == {"model", "tensors", "cluster", "compute", "communication", "planner"}
     assert words["cluster"] == "lab: 4 nodes × 1 rank; between nodes 5 µs start-up and 1 GB/s"
     assert words["communication"] == (
         "all-reduce on 4 ranks: 2 measured samples, messages of 1,024 to 1,048,576 bytes; while both are busy, compute "

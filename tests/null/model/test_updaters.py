@@ -307,7 +307,7 @@ WHOLE = Schedule.from_boundaries([4]).buckets
         (
             Schedule(buckets=WHOLE, mode=LocalUpdaters(count=1), norms=(0,)),
             "relaxed",
-            "each computes all norms itself",
+            "each local updater computes all norms itself",
         ),
         (
             Schedule(buckets=(Bucket((0, 1, 2, 3), TORUS_2D),), mode=LocalUpdaters(count=1)),
