@@ -337,9 +337,9 @@ class Learning:
 
 @command(app, "planner.cli.comparing", "compare")
 class Compare:
-    """Measure a plan and the best of DDP: their steps or, by --learn, losses.
+    """Measure a plan and the best of DDP, interleaved.
 
-    Also what is not communicated at all, DDP's hooks, and further strategies.
+    Also what is not communicated at all, DDP's hooks, and further strategies; with --learn their losses.
     """
 
     job: str = argument(
