@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 
 import planner
 import runtime
-from runtime.optimizers.kinds import ELEMENTWISE
+from runtime.optimizers.units import ELEMENTWISE
 from runtime.plan import StepPlan, UpdatePlan
 from runtime.plan.measured import MeasuredStep
 from runtime.sharded.state import state_bytes
