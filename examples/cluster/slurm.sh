@@ -12,7 +12,7 @@ set -euo pipefail
 
 export PLANNER_CACHE="${PLANNER_CACHE:-$HOME/.cache/planner}" # on a disk that all nodes see
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1                   # a new store in each life of the run
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # reads all of it: with `head` scontrol could fail
 
 srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-endpoint "$head:29400" --rdzv-id "$SLURM_JOB_ID" \

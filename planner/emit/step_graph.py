@@ -54,6 +54,10 @@ class Node(NamedTuple):
     bucket: int | None
 
 
+FIRST_AND_LAST = {"forward": 0, "update": 2}
+"""Order of tasks that begin and end at the same times; 1 for all others."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepGraph:
     """The graph of one step, with its algorithms."""
@@ -185,7 +189,7 @@ def step_graph(tasks: Sequence[Task]) -> StepGraph | None:
             lanes.setdefault(task.resource, []).append((task.start_us, task.end_us, node_of[id(task)]))
     lanes.setdefault(COMPUTE, []).extend(parts)
     for lane in lanes.values():
-        lane.sort(key=lambda each: each[:2])
+        lane.sort(key=lambda each: (*each[:2], FIRST_AND_LAST.get(each[2].name, 1)))  # some take no time at all
         graph.add_nodes_from(node for *_, node in lane)
         graph.add_edges_from(pairwise(node for *_, node in lane))
     by_bucket: dict[int, list[Task]] = {}

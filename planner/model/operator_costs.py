@@ -193,7 +193,7 @@ def matrix_count(problem: Problem) -> int:
 
 
 def defect(shares: OperatorShares, matrices: int, ranks: int) -> str | None:
-    """Return what is wrong with owners and messages of so many matrices; None where all is well."""
+    """Return what is wrong with owners and messages of the matrices; None where all is well."""
     if len(shares.owners) != matrices:
         return f"operators of {len(shares.owners)} matrices have owners, but there are {matrices}"
     odd = next((rank for rank in shares.owners if not -1 <= rank < ranks), None)
