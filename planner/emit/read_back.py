@@ -17,13 +17,14 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
         plan: the plan.
 
     Raises:
-        InputError: the plan has a delay, local updaters or a sharded optimizer step; or gradients or a compressor that
+        InputError: the plan has a delay, outer steps, local updaters or a sharded optimizer step; or gradients or a compressor that
             the profile or the cost model do not know.
     """
-    mode = "a delay" if plan.delay else "local updaters" if plan.local_async else ""
-    if mode or plan.sharded:
+    if not plan.synchronous:
+        modes = {"a delay": plan.delay, "outer steps": plan.outer, "local updaters": plan.local_async}
+        mode = next((name for name, spec in modes.items() if spec is not None), "a sharded optimizer step")
         raise InputError(
-            f"found a plan with {mode or 'a sharded optimizer step'}, expected synchronous buckets, whose times on "
+            f"found a plan with {mode}, expected synchronous buckets, whose times on "
             f"another cluster can be predicted: leave --on out"
         )
     index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}

@@ -100,7 +100,8 @@ class Weights:
     def _agree(self, n: float | None) -> None:
         """Agree on n₀ with all ranks, of which each calls this once. Raises InputError on all of them alike."""
         found: list[tuple[float | None, float | None]]
-        found = self._world.gather((n, self._resumed), "agreeing on the weights of ranks")
+        doing = "agreeing on weights in the first backward, which has to reach a parameter on every rank"
+        found = self._world.gather((n, self._resumed), doing)
         everyone, units = [one for one, _ in found], {unit for _, unit in found}
         self._agreed = True
         if all(one is None for one in everyone):

@@ -68,7 +68,6 @@ class Outer(Mode, StepHooks):
     name = OUTER
     what = "outer steps"
     relaxed = True
-    owns_step = "has outer steps, whose rounds follow the optimizer's step"
     lingers = True
     aside_reason = (
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
@@ -92,7 +91,8 @@ class Outer(Mode, StepHooks):
     ) -> str | None:
         if optimizer is not None and not isinstance(optimizer, DECIDE_BY_LOSS):
             return None
-        found = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
+        which = "no optimizer, or several"
+        found = which if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
         return (
             f"the plan has outer steps, which follow the steps of each worker's optimizer, but found {found}; expected "
             f"a torch.optim.Optimizer that steps alone, such as AdamW: give that to attach, or plan without --allow "

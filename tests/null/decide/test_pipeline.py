@@ -131,7 +131,10 @@ def test_pass_specs(text: str, passes: tuple[Pass, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mrege", "found 'mrege', expected one of: delay, joint, late_gather, local_async, merge, shard_updates"),
+        (
+            "mrege",
+            "found 'mrege', expected one of: delay, joint, late_gather, local_async, merge, outer, shard_updates",
+        ),
         ("merge,sparsify{ratio=1000}", "sparsify has no option 'ratio'; did you mean max_ratio?"),
         ("sparsify{max_ratio=0.5}", "expected a number of at least 1"),
         ("delay{max_delay=0}", r"delay{max_delay=0}: expected an integer of at least 1"),
