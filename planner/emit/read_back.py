@@ -17,8 +17,8 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
         plan: the plan.
 
     Raises:
-        InputError: the plan has a delay, outer steps, local updaters or a sharded optimizer step; or gradients or a compressor that
-            the profile or the cost model do not know.
+        InputError: the plan has a delay, outer steps, local updaters or a sharded optimizer step; or gradients or a
+            compressor that the profile or the cost model do not know.
     """
     if not plan.synchronous:
         modes = {"a delay": plan.delay, "outer steps": plan.outer, "local updaters": plan.local_async}
