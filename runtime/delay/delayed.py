@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from runtime.comm.topology import Topology
-from runtime.comm.world import first_line
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
 from runtime.delay.checkpoint import VERSION, buckets_of, check_state, clones, copy_all, own_state
@@ -36,13 +35,12 @@ from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.delay.staleness import NO_DISTANCE, WINDOWS, Staleness
-from runtime.errors import AccuracyWarning, FallbackWarning, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, dense_plan, warn_of_scales
+from runtime.errors import AccuracyWarning, InputError
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import DELAY
-from runtime.torch_compat import is_out_of_memory
 
 Stage = Literal["warm-up", "delayed", "synchronous"]
 OVER: Stage = "synchronous"
@@ -139,7 +137,7 @@ class Delayed(Mode, StepHooks):
     @property
     def synchronous_plan(self) -> Plan:
         """See `Mode.synchronous_plan`: all buckets dense."""
-        return replace(dense_plan(self.plan), delay=None)
+        return replace(self.plan.with_dense_buckets(), delay=None)
 
     def __init__(self, plan: Plan, host: Host) -> None:
         """Make a group of its own, whose messages cross nobody else's; all ranks call this."""
@@ -348,23 +346,9 @@ class Delayed(Mode, StepHooks):
 
     def _begin(self) -> None:
         """Let each rank have weights of its own from now on, if all have memory for it."""
-        rates, pushes, problem = rates_of(self._optimizer), None, None
-        try:
-            communicator = communicator_of(self._groups_of_nodes, self._world, len(self.plan.buckets), self._device)
-            pushes = Pushes(
-                self.plan, make_plain_buckets(self.plan, self.host.parameters), self.workers, communicator,
-                self.host.recorder, optimizer=self._optimizer, rank=self._world.rank,
-                pulls_at=self._pulls_at, loss_scale=self._loss_scale,
-            )  # fmt: skip
-            pushes.step = self.host.step
-            self._own.begin()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = first_line(error)
-        problems = [one for one in self.host.world.gather(problem, "beginning a delay") if one]
-        if problems or pushes is None:
-            self.host.world.warn(f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning)
+        rates, warning = rates_of(self._optimizer), "the run stays synchronous: no memory for a delay"
+        pushes = make_on_all_ranks(self._make_pushes, self.host.world, "beginning a delay", warning)
+        if pushes is None:
             self.stage = OVER
             return
         while len(self._lrs) < self.steps:  # with less warm-up than k
@@ -373,6 +357,18 @@ class Delayed(Mode, StepHooks):
         self._note_places()
         held = PushResiduals(pushes.server)
         self.host.put(Exchange(self.plan, self.host.parameters, pushes.buckets, pushes, held, self.host.recorder))
+
+    def _make_pushes(self) -> Pushes:
+        """Lay out the pushes of delayed steps, and memory for this rank's own weights."""
+        communicator = communicator_of(self._groups_of_nodes, self._world, len(self.plan.buckets), self._device)
+        pushes = Pushes(
+            self.plan, make_plain_buckets(self.plan, self.host.parameters), self.workers, communicator,
+            self.host.recorder, optimizer=self._optimizer, rank=self._world.rank, pulls_at=self._pulls_at,
+            loss_scale=self._loss_scale,
+        )  # fmt: skip
+        pushes.step = self.host.step
+        self._own.begin()
+        return pushes
 
     def end(self) -> None:
         """See `Mode.end`: ranks have the same weights and momentum again.

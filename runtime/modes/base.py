@@ -5,10 +5,9 @@ A mode is one module and one line of the registry, `runtime.checks.modes.MODES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,8 @@ from runtime.plan.combinations import SYNCHRONOUS
 from runtime.sparse.layout import make_buckets
 from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
 from runtime.torch_compat import is_out_of_memory
+
+T = TypeVar("T")
 
 
 class Host(Protocol):
@@ -283,17 +284,10 @@ class Synchronous(Mode):
         """See `Mode.go_on`: steps are compressed from `from_step` on, if all ranks have memory for it."""
         if self._compresses or self.host.step < self._exact_until:
             return
-        exchange, problem = None, None
         self._compresses = True
-        try:
-            exchange = self.make_exchange()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = first_line(error)
-        problems = [one for one in self.host.world.gather(problem, "beginning to compress") if one]
-        if problems or exchange is None:
-            self.host.world.warn(f"steps stay exact: no memory to compress buckets ({problems[0]})", FallbackWarning)
+        warning = "steps stay exact: no memory to compress buckets"
+        exchange = make_on_all_ranks(self.make_exchange, self.host.world, "beginning to compress", warning)
+        if exchange is None:
             self.plan, self._exact_until = self.plan.uncompressed(), 0
             return
         self.host.put(exchange)
@@ -310,9 +304,30 @@ class Synchronous(Mode):
             self.host.put(self.make_exchange())
 
 
-def dense_plan(plan: Plan) -> Plan:
-    """Return the plan with all buckets dense: for synchronous steps before others."""
-    return replace(plan, buckets=tuple(bucket.uncompressed() for bucket in plan.buckets))
+def make_on_all_ranks(make: Callable[[], T], world: World, doing: str, warning: str) -> T | None:
+    """Return what `make` returns if every rank has memory for it; otherwise warn on rank 0 and return None on all.
+
+    Args:
+        make: allocates this rank's part.
+        world: the ranks, all of which call this.
+        doing: names the exchange in errors.
+        warning: text of the `FallbackWarning`, which the first rank's error follows.
+
+    Raises:
+        CommunicationError: a rank did not come within the deadline.
+    """
+    made, problem = None, None
+    try:
+        made = make()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = first_line(error)
+    problems = [one for one in world.gather(problem, doing) if one]
+    if problems:
+        world.warn(f"{warning} ({problems[0]})", FallbackWarning)
+        return None
+    return made
 
 
 def warn_of_scales(host: Host) -> None:

@@ -25,13 +25,12 @@ from runtime.comm.collectives import collective_of
 from runtime.comm.collectives.direct import by_message, library_all_reduce
 from runtime.comm.communicator import NullCommunicator
 from runtime.comm.topology import Topology
-from runtime.comm.world import first_line
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
-from runtime.errors import FallbackWarning, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, dense_plan, warn_of_scales
+from runtime.errors import InputError
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
 from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of, whole_of
@@ -39,7 +38,7 @@ from runtime.plan import HINT, Plan
 from runtime.plan.combinations import OUTER
 from runtime.sparse.layout import make_lossy
 from runtime.sparse.residuals import ErrorFeedbackState, State
-from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory
+from runtime.torch_compat import OUTSIDE, current_backward_id
 
 
 class WorkerResiduals(ErrorFeedbackState):
@@ -112,7 +111,7 @@ class Outer(Mode, StepHooks):
     @property
     def synchronous_plan(self) -> Plan:
         """See `Mode.synchronous_plan`: all buckets dense."""
-        return replace(dense_plan(self.plan), accuracy="exact", outer=None)
+        return replace(self.plan.with_dense_buckets(), accuracy="exact", outer=None)
 
     def __init__(self, plan: Plan, host: Host) -> None:
         """Prepare the mode; groups are made when it begins, for a switch may yet be refused."""
@@ -203,17 +202,11 @@ class Outer(Mode, StepHooks):
 
     def _begin(self, step: int) -> None:
         """Let each worker have weights of its own after this number of steps, if all have memory for it."""
-        host, problem = self.host, None
+        host = self.host
         self._messages = host.world.split([range(host.world.ranks)])
-        try:
-            exchange = self._lay_out()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = first_line(error)
-        problems = [one for one in host.world.gather(problem, "beginning local steps") if one]
-        if problems:
-            host.world.warn(f"the run stays synchronous: no memory for outer steps ({problems[0]})", FallbackWarning)
+        warning = "the run stays synchronous: no memory for outer steps"
+        exchange = make_on_all_ranks(self._lay_out, host.world, "beginning local steps", warning)
+        if exchange is None:
             self._fragments, self._ended = None, True
             return
         self._begun = step

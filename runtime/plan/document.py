@@ -360,10 +360,14 @@ class Plan(Document):
         """Return whether a bucket is compressed."""
         return not all(bucket.dense for bucket in self.buckets)
 
+    def with_dense_buckets(self) -> Plan:
+        """Return the plan with all buckets dense: for the synchronous steps that another mode begins with."""
+        return replace(self, buckets=tuple(bucket.uncompressed() for bucket in self.buckets))
+
     def uncompressed(self) -> Plan:
         """Return the exact plan of the same buckets, without a prediction."""
-        buckets = tuple(bucket.uncompressed() for bucket in self.buckets)
-        return replace(self, accuracy="exact", buckets=buckets, from_step=None, fallback=None, predicted=None)
+        dense = self.with_dense_buckets()
+        return replace(dense, accuracy="exact", from_step=None, fallback=None, predicted=None)
 
     def without_first_steps(self) -> Plan:
         """Return the plan of its later steps alone: those that its prediction is for (for measuring)."""
