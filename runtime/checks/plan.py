@@ -294,12 +294,12 @@ def _check_operator(
     if combinations.SHARED_OPERATOR in against:
         reason = against[combinations.SHARED_OPERATOR]
         return f"{where}.owners: found owners in a plan with {what}, but {reason}; expected none: {HINT}"
-    return check_owners(f"{where}.owners", owners, parameters, plan.world.ranks) or _check_gathers(
+    return check_owner_ranks(f"{where}.owners", owners, parameters, plan.world.ranks) or _check_gathers(
         f"{where}.gathers", operator.messages if owners else operator.gathers or (), owners
     )
 
 
-def check_owners(
+def check_owner_ranks(
     where: str, owners: Mapping[str, int], parameters: Mapping[str, nn.Parameter], ranks: int
 ) -> str | None:
     """Return why these cannot be the owners of a model's parameters, or None; `where`: what they are in the plan."""
