@@ -20,11 +20,11 @@ from planner.comparison.script import Asked, check_rounds, find_trained, script_
 from planner.comparison.variants import Rounds, make_lineup
 from planner.comparison.wrapped import compare_rank_wrapped
 from planner.comparison.wrappings import make_wrappings, summarize_wrappings
-from planner.documents.profile import load_profile
+from planner.documents.profile import Profile, load_profile
 from planner.jobs.job import find_job
 from planner.jobs.rank_options import RankOptions, is_first_rank
 from planner.jobs.world import choose_device, on_ranks, on_ranks_of_script, planned_ranks
-from planner.model.problem import make_problem
+from planner.model.problem import Problem, make_problem
 from planner.report.files import check_writable
 from planner.report.listing import print_tables
 from runtime.errors import CheckFailed, InputError, PlanMismatch
@@ -91,16 +91,22 @@ def _learn(asked: Compare) -> Learn | None:
     )
 
 
-def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOptions, learn: Learn) -> Learned:
-    for path, plan in zip(asked.plan, plans.values(), strict=True):
-        check_has_buckets(plan, path, "compare it without --learn")
-        check_writable(path)
+def _read(asked: Compare) -> tuple[bool, list[str], Profile | None, Problem | None]:
+    """Return whether a script is compared, its arguments, and the profile if there is one, as it is and as arrays."""
     arguments = asked.arguments or []
     file, is_script = find_trained(asked.job, arguments)
     if asked.html is not None:
         check_writable(asked.html, file, *asked.plan, asked.profile)
     profile = None if asked.profile is None else load_profile(asked.profile)
     problem = None if profile is None else make_problem(profile, None, where=str(asked.profile))
+    return is_script, arguments, profile, problem
+
+
+def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOptions, learn: Learn) -> Learned:
+    for path, plan in zip(asked.plan, plans.values(), strict=True):
+        check_has_buckets(plan, path, "compare it without --learn")
+        check_writable(path)
+    is_script, arguments, profile, problem = _read(asked)
     if is_script:
         if learn.start is not None:
             raise InputError("--from: found it with a script, which loads its checkpoint by itself; leave it out")
@@ -128,12 +134,7 @@ def _measure_wrappings(asked: Compare, plan: Plan, where: RankOptions, rounds: R
 
 def _measure_buckets(asked: Compare, plan: Plan, where: RankOptions, rounds: Rounds) -> Comparison:
     check_has_buckets(plan, asked.plan[0], "compare it with --parallel fsdp2")
-    arguments = asked.arguments or []
-    file, is_script = find_trained(asked.job, arguments)
-    if asked.html is not None:
-        check_writable(asked.html, file, *asked.plan, asked.profile)
-    profile = None if asked.profile is None else load_profile(asked.profile)
-    problem = None if profile is None else make_problem(profile, None, where=str(asked.profile))
+    is_script, arguments, profile, problem = _read(asked)
     strategies = split_names(asked.strategy)
     lineup = make_lineup(plan, problem, strategies)
     shown = not Flags.as_json
