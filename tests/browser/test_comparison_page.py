@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chromium import chromium_page
+from chromium import Page, chromium_page
 
 from planner.comparison.contestants import Learn
 from planner.comparison.learned import Curve, Learned, LearnedRow
@@ -39,6 +41,20 @@ def row(name: str, median_us: float | None, predicted_us: float | None) -> Row:
     )
 
 
+@contextmanager
+def shown(text: str, folder: Path, width: int) -> Iterator[Page]:
+    """Yield a browser that shows a page, which needs no other file and has no errors."""
+    page = folder / "page.html"
+    page.write_text(text, encoding="utf-8")
+    (folder / "browser").mkdir()
+    with chromium_page(folder / "browser") as browser:
+        browser.look(width, "light")
+        browser.open(page)
+        assert browser.complaints == []
+        assert browser.requests == [page.as_uri()]
+        yield browser
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_variant_is_drawn(tmp_path: Path, width: int) -> None:
     rows = (
@@ -48,14 +64,7 @@ def test_every_variant_is_drawn(tmp_path: Path, width: int) -> None:
         row("ddp:powersgd", None, None),
     )
     comparison = Comparison(rows=rows, verdicts=("no difference",), rounds=5, steps=25, ranks=4)
-    page = tmp_path / "page.html"
-    page.write_text(picture_text(comparison, "a model", "2026-11-22 10:00 UTC"), encoding="utf-8")
-    (tmp_path / "browser").mkdir()
-    with chromium_page(tmp_path / "browser") as browser:
-        browser.look(width, "light")
-        browser.open(page)
-        assert browser.complaints == []
-        assert browser.requests == [page.as_uri()]
+    with shown(picture_text(comparison, "a model", "2026-11-22 10:00 UTC"), tmp_path, width) as browser:
         assert browser.evaluate(POINTS) == [3, 2]
         # Nothing is drawn outside of the figure, where text could lie over it, and the table is as wide as the page.
         assert browser.evaluate(ROWS_INSIDE)
@@ -77,13 +86,6 @@ def test_every_contestant_has_a_curve(tmp_path: Path, width: int) -> None:
         rows=rows, verdicts=("plan learns as DDP does",), rounds=3, steps=40, ranks=2, learn=Learn(steps=40),
         curves=dict.fromkeys(names, curve), estimated_s=10.0, took_s=11.0,
     )  # fmt: skip
-    page = tmp_path / "page.html"
-    page.write_text(curves_text(learned, "a model", "2026-11-26 10:00 UTC"), encoding="utf-8")
-    (tmp_path / "browser").mkdir()
-    with chromium_page(tmp_path / "browser") as browser:
-        browser.look(width, "light")
-        browser.open(page)
-        assert browser.complaints == []
-        assert browser.requests == [page.as_uri()]
+    with shown(curves_text(learned, "a model", "2026-11-26 10:00 UTC"), tmp_path, width) as browser:
         assert browser.evaluate("document.querySelectorAll('.scatterlayer path.js-line').length") == 3
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 3

@@ -555,6 +555,14 @@ def wide() -> nn.Module:
 SLOW_S_PER_BYTE = 1.5e-7
 
 
+def decide(side: Side, session: PlannedSession) -> None:
+    """Train until the run has decided, at most 400 steps."""
+    for step in range(400):
+        steps(side, range(step, step + 1))
+        if session._pilot is None or session._pilot.stage is None:
+            break
+
+
 def bounded_on_a_slow_link() -> dict[str, bool]:
     """The run ends with narrow buckets, which the next run of the class begins with."""
     results: dict[str, bool] = {}
@@ -563,10 +571,7 @@ def bounded_on_a_slow_link() -> dict[str, bool]:
         side = online(wide(), accuracy="bounded", drift=False)
         session = session_of(side)
         assert session._pilot is not None
-        for step in range(400):
-            steps(side, range(step, step + 1))
-            if session._pilot.stage is None:
-                break
+        decide(side, session)
         steps(side, range(400, 405))
         found, story = session.plan, session._pilot.story
         dtypes = {bucket.compressor.dtype for bucket in found.buckets if not bucket.dense}
@@ -607,10 +612,7 @@ def bounded_on_a_fast_link() -> dict[str, bool]:
         side = online(accuracy="bounded", drift=False)
         session = session_of(side)
         assert session._pilot is not None
-        for step in range(400):
-            steps(side, range(step, step + 1))
-            if session._pilot.stage is None:
-                break
+        decide(side, session)
         results[f"exact: {session._pilot.story}"] = session.plan.accuracy == "exact" and session._pilot.stage is None
         results["alike"] = ranks_agree([session._pilot.story, session.plan.digest()])
         side.close()
