@@ -28,7 +28,7 @@ STEPS_PER_EPOCH = 45
 
 
 def at(pixels: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of digits with so many pixels a side."""
+    """Return a batch of digits with `pixels` pixels a side."""
     images, labels = digits.batch(step, rank)
     return functional.interpolate(images, size=(pixels, pixels), mode="bilinear"), labels
 

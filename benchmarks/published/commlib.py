@@ -174,7 +174,7 @@ IMAGES = 1_281_167
 
 
 def epochs_s(rates: Mapping[str, float]) -> float:
-    """Seconds of Table 4's epochs, at so many images per second; evaluation and start left out."""
+    """Seconds of Table 4's epochs, at the published number of images per second; evaluation and start left out."""
     return sum(EPOCHS[cell] * IMAGES / rate for cell, rate in rates.items())
 
 

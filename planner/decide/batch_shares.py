@@ -108,7 +108,7 @@ def _most(profile: Profile, cluster: Cluster, measured: int, total: int, memory_
     fits = int((memory_mib * 2**20 - needed) // (known / measured))
     if fits < 1:
         raise InputError(
-            f"--max-memory-mib: found {memory_mib:g}, in which no sample fits beside {needed / 2**20:.0f} MiB for "
+            f"--max-memory-mib: found {memory_mib:g}, in which no sample fits next to {needed / 2**20:.0f} MiB for "
             f"weights, gradients and the optimizer's state; expected more memory"
         )
     return np.minimum(unlimited, fits)

@@ -1,7 +1,7 @@
 """Integer shares of a global batch, of which the slowest rank takes least time: exact, with the bound of any shares.
 
 A rank with s samples computes for `fixed + s · sample`, which grows with s. Let each rank have a slot for each of its
-samples, that ends when it has computed so many: the least longest time is that of the last of the N slots that end
+samples, that ends when it has computed that number: the least longest time is that of the last of the N slots that end
 first. Those that end before a time can be counted, so that slots are taken one by one only near the end.
 """
 

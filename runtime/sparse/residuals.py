@@ -220,7 +220,7 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
         )
     if isinstance(one, dict) and one.get("outer") is not None:
         raise InputError(
-            "found the state of a run with outer steps, expected one of a run without: go on with the plan that the "
+            "found the state of a run with outer steps, expected one of a run without: continue with the plan that the "
             "run began with, on any number of workers, or end the outer steps there first (session.switch to a plan "
             "without them, then save)"
         )

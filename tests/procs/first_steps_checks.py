@@ -63,13 +63,13 @@ def ddp_first() -> dict[str, bool]:
         twin = copy.deepcopy(reference)
         other = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        beside = runtime.attach(twin, other, compressed(spec, None))
+        twin_session = runtime.attach(twin, other, compressed(spec, None))
         for step in range(FIRST, STEPS):
             train(model, own, range(step, step + 1))
             train(twin, other, range(step, step + 1))
         results[f"{what}: compressed from there"] = equal(weights(model), weights(twin)) and bool(carried(session))
-        results[f"{what}: held back alike"] = equal(carried(session), carried(beside))
-        session.detach(), beside.detach()
+        results[f"{what}: equal residuals"] = equal(carried(session), carried(twin_session))
+        session.detach(), twin_session.detach()
     return results
 
 

@@ -343,7 +343,7 @@ def uneven_batches(with_weights: bool) -> tuple[float, int, list[int], str]:
 
 
 def continued() -> bool:
-    """Whether a run that stops and goes on from its state ends with the bits of one that does not."""
+    """Whether a run that stops and continues from its state ends with the bits of one that does not."""
     ends = []
     for stops in (False, True):
         model = Net(torch.float32)

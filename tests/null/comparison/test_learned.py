@@ -100,7 +100,7 @@ def of_moments(mean: float, spread: float, count: int) -> list[float]:
 
 @pytest.mark.parametrize(("mean", "verdict"), [(0.02, "worse"), (-0.02, "better"), (0.0, "as ddp")])
 def test_what_would_tell_tells(mean: float, verdict: str) -> None:
-    """So many seeds, and not one less, where they have the same mean and standard deviation."""
+    """The number of seeds that would tell, and not one less, where they have the same mean and standard deviation."""
     few = of_moments(mean, 0.02, 3)
     assert judge(few, 0.005)[1] == "not known"
     count = telling_seeds(few, 0.005)

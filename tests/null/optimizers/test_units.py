@@ -1,4 +1,4 @@
-"""Units of an optimizer's work, and operators: what is known of whom, and that looking at a step changes nothing."""
+"""Units of an optimizer's work and its operators, and that looking at a step changes nothing."""
 
 from __future__ import annotations
 
