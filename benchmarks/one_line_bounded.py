@@ -21,13 +21,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from benchmarks.one_line_jobs import Rounds, Run, best_cap, ratio_of, with_ddp, world_of
+from benchmarks.one_line_jobs import SMALL, Rounds, Run, best_cap, ratio_of, with_ddp, world_of
 from planner.jobs.launch import run_ranks
 from planner.online.attach import PlannedSession
 from runtime.plan import Plan
 
-JOBS, LINKS = ("perceptron", "language", "lstm", "googlenet/5"), ("4x1@200mbit", "4x1@1gbit")
-CELLS = tuple(f"bounded {job}@{link}" for link in LINKS for job in JOBS)
+LINKS = ("4x1@200mbit", "4x1@1gbit")
+CELLS = tuple(f"bounded {job}@{link}" for link in LINKS for job in SMALL)
 FIRST_STEPS = 300
 ROUNDS, BLOCK_STEPS = 24, 6
 """Blocks of each way; the first step of a block does not count."""

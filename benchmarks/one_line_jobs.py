@@ -43,12 +43,12 @@ Rounds = list[list[float]]
 
 
 class Recurrent(nn.Module):
-    """Two LSTM layers between an embedding and a classifier; 9.3 million parameters."""
+    """Two LSTM layers between an embedding and a classifier; 9.3 million parameters with the default sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 4000, width: int = 640) -> None:
         super().__init__()
-        self.embedding, self.lstm = nn.Embedding(4000, 256), nn.LSTM(256, 640, 2, batch_first=True)
-        self.out = nn.Linear(640, 4000)
+        self.embedding, self.lstm = nn.Embedding(words, 256), nn.LSTM(256, width, 2, batch_first=True)
+        self.out = nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, length) → scores of the next one (batch, classes)."""
@@ -57,12 +57,12 @@ class Recurrent(nn.Module):
 
 
 class Language(nn.Module):
-    """A transformer whose output shares the weights of its embedding; 5.2 million parameters."""
+    """A transformer whose output shares the weights of its embedding; 5.2 million parameters with the default sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 8000, width: int = 256) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(8000, 256)
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class Language(nn.Module):
         return functional.linear(self.layers(self.embedding(tokens))[:, -1], self.embedding.weight)
 
 
-def perceptron() -> nn.Module:
-    """12.6 million parameters in twelve equal layers."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)), nn.Linear(1024, 10))
+def perceptron(width: int = 1024) -> nn.Module:
+    """Twelve equal layers; 12.6 million parameters with the default width."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(12)), nn.Linear(width, 10))
 
 
 Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
@@ -94,6 +94,13 @@ COMPUTED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "lstm": (Recurrent, _random(4000, 8, 16, words=4000)),
     "language": (Language, _random(8000, 8, 32, words=8000)),
 }
+SMALL: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "resnet20": COMPUTED["resnet20"],
+    "small perceptron": (lambda: perceptron(256), _random(10, 256, 256)),
+    "small lstm": (lambda: Recurrent(1000, 160), _random(1000, 16, 16, words=1000)),
+    "small language": (lambda: Language(2000, 96), _random(2000, 8, 32, words=2000)),
+}
+"""Of a million parameters at most, for links of 200 Mbit/s."""
 LOOPBACK = "loopback"
 
 
@@ -114,7 +121,8 @@ def accelerated(job: str, rank: int) -> TrainingJob:
 
 def parameters_of(job: str) -> list[nn.Parameter]:
     """Return the parameters of a job's model, the last ones first, as they become ready."""
-    model = COMPUTED[job][0]() if job in COMPUTED else accelerated(job, 0).model
+    computed = (COMPUTED | SMALL).get(job)
+    model = computed[0]() if computed else accelerated(job, 0).model
     return [*model.parameters()][::-1]
 
 
@@ -125,8 +133,8 @@ class Run:
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self._batch: Batch | None = None
-        if job in COMPUTED:
-            make, self._batch = COMPUTED[job]
+        if computed := (COMPUTED | SMALL).get(job):
+            make, self._batch = computed
             self.model = make()
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         else:
