@@ -38,7 +38,7 @@ MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
 MEASURED_STEPS = 20
-LINKS_SHARE = 0.018
+LINKS_SHARE = 0.015
 """Share of the steps before them that what is timed behind them may take."""
 
 

@@ -226,7 +226,10 @@ class Pilot:
                 yield from self._trials.try_sizes(tried)
             if bounded is not None:
                 fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
-                yield from self._trials.try_plan(replace(bounded, fallback=fallback))
+                for plan in (bounded, *self._candidates.narrow):
+                    if digest_of(plan) not in tried:
+                        tried.add(digest_of(plan))
+                        yield from self._trials.try_plan(replace(plan, fallback=fallback))
         run.doing = None
         run.remember()
 

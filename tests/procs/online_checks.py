@@ -50,7 +50,7 @@ class Given:
         problem = make_problem(parse_profile(request["profile"]))
         self._answer = {
             "plan": lower(problem, make_schedule(problem, "wfbp")).to_document(),
-            "others_us": [1e9] * len(request["others"]),
+            "others_us": [1e9] * len(request["others"]), "strategies": [],
         }
         self._asked = 0
 
