@@ -220,16 +220,15 @@ class Pilot:
         if self._looks_at_narrow:
             bounded = yield from self._candidates.decide(measured, tried, "bounded")
         if run.opening.way == "auto":
-            # What wins more than the simulator errs wins over other sizes, too.
-            far = self._candidates.off > FAR_OFF and not run.present.sharded
-            if far and (bounded is None or self._candidates.expected <= self._candidates.off):
-                yield from self._trials.try_sizes(tried)
             if bounded is not None:
                 fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
                 for plan in (bounded, *self._candidates.narrow):
                     if digest_of(plan) not in tried:
                         tried.add(digest_of(plan))
                         yield from self._trials.try_plan(replace(plan, fallback=fallback))
+            # What wins more than the simulator errs wins over other sizes, too.
+            if self._candidates.off > FAR_OFF and run.present.accuracy == "exact" and not run.present.sharded:
+                yield from self._trials.try_sizes(tried)
         run.doing = None
         run.remember()
 
