@@ -35,8 +35,8 @@ WINDOWS = 20
 REACHED = 0.9
 """Share of the steps at which DDP has the loss that others are timed to."""
 CURVE_POINTS = 100
-MOST_SEEDS = 1000
-"""Number of seeds beyond which none is suggested."""
+MOST_SEEDS, MOST_LONGER = 1000, 100.0
+"""Number of seeds, and times as many steps, beyond which none are suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +204,10 @@ def sentence(row: LearnedRow, learn: Learn) -> str:
         return f"{row.name} learns as DDP does: its last loss differs by {around}, within {within}"
     if row.verdict == "not known":
         need = f"about {row.telling_seeds} seeds" if row.telling_seeds else f"more than {MOST_SEEDS} seeds"
+        steps = telling_steps(row.against_ddp, row.ci95, learn)
         return (
-            f"not known whether {row.name} learns as DDP does: its last loss differs by {around}; {need} would tell"
-            + (", or more steps")
+            f"not known whether {row.name} learns as DDP does: its last loss differs by {around}; {need} would tell, "
+            + (f"or about {steps} steps" if steps is not None else "or many more steps")
         )
     return f"{row.name} is {row.verdict} than DDP: its last loss differs by {around}, beyond {within}"
 
@@ -232,6 +233,18 @@ def telling_seeds(differences: Sequence[float], margin: float) -> int | None:
     spread = statistics.stdev(differences)
     counts = range(len(differences) + 1, MOST_SEEDS + 1)
     return next((n for n in counts if t_quantile(n - 1) * spread / n**0.5 <= away), None)
+
+
+def telling_steps(mean: float, ci95: tuple[float, float], learn: Learn) -> int | None:
+    """Return the estimated number of steps that would tell with as many seeds; None if that is more than `MOST_LONGER`
+    times as many.
+
+    The last losses are means over a part of the steps, in which the noise of single batches falls as one over the root
+    of their number.
+    """
+    half, away = (ci95[1] - ci95[0]) / 2.0, abs(abs(mean) - learn.margin)
+    longer = (half / away) ** 2 if away > 0.0 else math.inf
+    return math.ceil(learn.steps * longer) if 1.0 < longer <= MOST_LONGER else None
 
 
 def steps_to(windows: Sequence[float], loss: float, steps: int) -> float | None:

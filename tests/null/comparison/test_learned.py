@@ -12,7 +12,15 @@ import torch
 from builders import usual_profile
 
 from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
-from planner.comparison.learned import Learned, LearnedRow, judge, steps_to, summarize_learned, telling_seeds
+from planner.comparison.learned import (
+    Learned,
+    LearnedRow,
+    judge,
+    steps_to,
+    summarize_learned,
+    telling_seeds,
+    telling_steps,
+)
 from planner.comparison.learners import batch_digest
 from planner.comparison.learning import LearnedRank, LearnedRecord, memory_reason
 from planner.comparison.picture import curves_text
@@ -108,6 +116,13 @@ def test_what_would_tell_tells(mean: float, verdict: str) -> None:
     assert judge(of_moments(mean, 0.02, count), 0.005)[1] == verdict
     assert judge(of_moments(mean, 0.02, count - 1), 0.005)[1] == "not known"
     assert telling_seeds(of_moments(0.005, 0.02, 3), 0.005) is None
+    interval, _ = judge(few, 0.005)
+    assert interval is not None
+    steps = telling_steps(mean, interval, Learn(steps=1000, seeds=3))
+    assert steps is not None
+    for longer, found in ((steps, verdict), (0.98 * steps, "not known")):
+        assert judge(of_moments(mean, 0.02 * (1000 / longer) ** 0.5, 3), 0.005)[1] == found
+    assert telling_steps(0.005, interval, Learn(steps=1000, seeds=3)) is None
 
 
 def test_when_a_loss_is_reached() -> None:
