@@ -95,7 +95,7 @@ COMPUTED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "language": (Language, _random(8000, 8, 32, words=8000)),
 }
 SMALL: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
-    "resnet20": COMPUTED["resnet20"],
+    "small resnet20": (ResNet20, _random(10, 8, 1, 16, 16)),
     "small perceptron": (lambda: perceptron(256), _random(10, 256, 256)),
     "small lstm": (lambda: Recurrent(1000, 160), _random(1000, 16, 16, words=1000)),
     "small language": (lambda: Language(2000, 96), _random(2000, 8, 32, words=2000)),

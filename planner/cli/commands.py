@@ -347,8 +347,10 @@ class Compare:
     )
     plan: list[str] = option("The plan to judge; with --learn also several, each with its own --plan.", MISSING)
     profile: str | None = option("profile.json, for predictions of what is not the plan.")
-    strategy: str = option(
-        "Further strategies, by name; needs --profile.", "", autocompletion=completed("strategies_beginning")
+    strategy: list[str] = option(
+        "Further strategies, by name; needs --profile. May be given several times.",
+        (),
+        autocompletion=completed("strategies_beginning"),
     )
     steps: int = option("Measured steps of each variant.", 25)
     rounds: int | None = option("Rounds that these steps are spread over; default: 5, or as many as steps.")

@@ -302,7 +302,14 @@ class VariantRunner(Runner[BucketVariant]):
 
     def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
         return runtime.attach(
-            self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, guard=False
+            self.model,
+            optimizer,
+            plan,
+            self.world.group,
+            sync=False,
+            timeout_s=self._timeout_s,
+            drift=False,
+            guard=False,
         )
 
     def _wrap(self, variant: BucketVariant) -> DistributedDataParallel:
