@@ -152,7 +152,7 @@ class LowRank(CodecModel):
         return [
             f"{pluralize(len(buckets), 'bucket')} of rank {ranks}: {mib(int(problem.size_bytes[members].sum()))} of "
             f"gradients travel as {mib(WIDE_BYTES * sent)} of factors",
-            "low rank may cost much of the loss, and nothing watches that: small models of ours lost 6 to 200 % at rank "
+            "low rank may cost much of the loss, and nothing watches that: small models lost 6 to 200 % at rank "
             f"4, more at rank 1, from the first step on ({page('results/narrow-accuracy')}); make first steps exact "
             "by --from-step, and compare; --compress wire leaves it out",
             *unmeasured("making factors", "low_rank", sources),
