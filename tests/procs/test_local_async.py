@@ -72,18 +72,19 @@ def test_each_updater_alternates_between_the_model_and_its_block() -> None:
     assert "staleness" in str(report)
 
 
-def test_updaters_read_parts_of_the_data_of_their_own(tmp_path: Path) -> None:
+def test_updaters_read_parts_of_the_data_that_are_drawn_again_in_each_pass(tmp_path: Path) -> None:
     train(partial(jobs.loaded, str(tmp_path)), LocalAsyncSpec(updaters=2), 12)
     seen = [path.read_text().splitlines() for path in tmp_path.iterdir() if path.name != str(os.getpid())]
     assert len(seen) == 2
     assert sum(map(len, seen)) == 12
-    parts = [{int(word) for line in lines for word in line.split()} for lines in seen]
-    assert not parts[0] & parts[1]
-    for lines, part in zip(seen, parts, strict=True):
-        for first in range(0, len(lines) - 2, 3):  # three minibatches of four are a pass over twelve samples
-            passed = [int(word) for line in lines[first : first + 3] for word in line.split()]
-            assert sorted(passed) == sorted(part)
-    assert any(lines[:3] != lines[3:6] for lines in seen)  # in another order
+    found = [[int(word) for line in lines for word in line.split()] for lines in seen]
+    expected = [jobs.drawn(updater, updaters=2, passes=4) for updater in range(2)]
+    first = next(index for index, numbers in enumerate(expected) if numbers[:4] == found[0][:4])
+    for index, numbers in enumerate(found):  # minibatches of four, three of them a pass over twelve samples
+        assert numbers == expected[(first + index) % 2][: len(numbers)]
+    for begin in (0, 12):  # in one pass no sample is in both parts
+        assert not set(expected[0][begin : begin + 12]) & set(expected[1][begin : begin + 12])
+    assert set(expected[0][:12]) != set(expected[0][12:24])  # parts are drawn again
 
 
 @pytest.mark.parametrize("on_lost", ["continue", "stop"])

@@ -156,14 +156,17 @@ def test_layouts_of_other_models_are_told_apart() -> None:
 
 def test_parts_of_the_data_share_nothing_and_leave_nothing_out() -> None:
     samplers = [PartSampler(23, Part(index, 4, seed=3)) for index in range(4)]
-    parts = [list(sampler) for sampler in samplers]
-    assert sorted(number for part in parts for number in part) == list(range(23))
-    assert {len(part) for part in parts} == {5, 6} == {len(sampler) for sampler in samplers}
-    assert parts[0] == list(samplers[0])
-    samplers[0].set_epoch(1)
-    assert list(samplers[0]) != parts[0]
-    assert sorted(samplers[0]) == sorted(parts[0])
-    assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(parts[0])
+    passes = []
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        parts = [list(sampler) for sampler in samplers]
+        assert sorted(number for part in parts for number in part) == list(range(23))
+        assert {len(part) for part in parts} == {5, 6} == {len(sampler) for sampler in samplers}
+        assert parts[0] == list(samplers[0])
+        passes.append(parts)
+    assert len({tuple(sorted(parts[0])) for parts in passes}) == 3  # drawn again in each pass
+    assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(passes[0][0])
     with pytest.raises(InputError, match="found 3 samples for 4 updaters"):
         PartSampler(3, Part(0, 4))
 
