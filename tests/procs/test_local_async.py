@@ -24,6 +24,7 @@ import runtime
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
 from runtime.local_async import LocalRun, run_local_async
+from runtime.local_async.races import Races
 from runtime.local_async.updaters import Updaters
 from runtime.plan import LocalAsyncSpec
 
@@ -58,6 +59,7 @@ def test_one_updater_is_plain_sgd_bit_for_bit() -> None:
         assert torch.equal(found, expected), name
     assert run.numbers == tuple(range(40))
     assert run.report.rounds == 0
+    assert run.report.races == Races(additions=99 * 40, lost=0, worst=0.0)
     assert not any(tensor.is_shared() for tensor in run.model.state_dict().values())
 
 
@@ -70,6 +72,14 @@ def test_each_updater_alternates_between_the_model_and_its_block() -> None:
     assert sum(one.partial for one in report.updaters) == pytest.approx(90, abs=1)
     assert sum(report.staleness) == 200
     assert "staleness" in str(report)
+    assert "lost by races" in str(report)
+    assert report.races is not None
+    places = {"model": 99, 0: 27, 1: 72}  # elements of the probe, as many as of parameters
+    exact = sum(
+        places["model"] * (one.minibatches - one.partial) + places[one.updater] * one.partial
+        for one in report.updaters
+    )
+    assert report.races.additions == exact
 
 
 def test_updaters_read_parts_of_the_data_that_are_drawn_again_in_each_pass(tmp_path: Path) -> None:
@@ -193,7 +203,7 @@ def test_two_ranks(pair: list[dict[str, Any]], check: str) -> None:
 
 
 SOME = "ranks hold different local_async in their plans: rank 0: null, rank 1: 2 updaters"
-NO_MEMORY = "this system gives no shared memory of 832 bytes (No space left on device); use fewer ranks"
+NO_MEMORY = "this system gives no shared memory of 1228 bytes (No space left on device); use fewer ranks"
 
 
 @pytest.mark.parametrize(

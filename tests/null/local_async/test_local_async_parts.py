@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from examples import digits
@@ -21,6 +23,7 @@ from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import LocalJob, Part, PartSampler, batches_of, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell
 from runtime.local_async.preparing import mps_note, mps_runs
+from runtime.local_async.races import Races, add_to_probe, count_races, probe_places
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory
 from runtime.plan import LocalAsyncSpec
@@ -143,6 +146,43 @@ def test_buffers_that_a_forward_replaces_are_shared_again() -> None:
     shared.follow_buffers()
     assert model.norm.running_mean is place
     assert torch.equal(place, torch.full((4,), 9.0))
+
+
+@given(some.lists(some.sampled_from("AaBb"), max_size=24))
+def test_lost_additions_are_counted_exactly(events: list[str]) -> None:
+    """Two updaters read (A, B) and write (a, b) the elements of their halves: additions that overlap are lost."""
+    layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)))
+    places = {"a": probe_places(layout), "b": probe_places(layout, ["1.weight", "1.bias"])}
+    probe, read, done = torch.zeros(17, dtype=torch.int32), dict[str, Tensor](), {"a": 0, "b": 0}
+    kept = torch.zeros(17, dtype=torch.int64)  # additions that are in the probe, by following each
+    seen: dict[str, Tensor] = {}
+    for event in events:
+        if event.isupper():
+            read[event.lower()], seen[event.lower()] = probe.clone(), kept.clone()
+        elif event in read:
+            for place in places[event]:
+                probe[place] = (read[event] + 1)[place]
+                kept[place] = (seen[event] + 1)[place]
+            del read[event]
+            done[event] += 1
+    found = count_races(probe, [(places[one], done[one]) for one in "ab"])
+    assert found.additions == 17 * done["a"] + 9 * done["b"]
+    assert found.lost == found.additions - int(kept.sum())
+
+
+def test_the_probe_of_a_large_model_is_shared_out_by_elements() -> None:
+    layout = Layout.of(nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 2, bias=False)))
+    assert layout.probe_elements == 2**16
+    (whole,) = probe_places(layout)
+    (first,), (last,) = probe_places(layout, ["0.weight", "0.bias"]), probe_places(layout, ["1.weight"])
+    assert (whole.start, whole.stop) == (first.start, last.stop) == (0, 2**16)
+    assert first.stop == last.start == round(2**16 * 120_300 / 120_900 - 0.5)
+    probe = torch.zeros(2**16, dtype=torch.int32)
+    add_to_probe(probe, [whole])
+    add_to_probe(probe, [last])
+    assert count_races(probe, [([whole], 1), ([last], 1)]) == Races(
+        additions=2**16 + last.stop - last.start, lost=0, worst=0.0
+    )
 
 
 def test_layouts_of_other_models_are_told_apart() -> None:
