@@ -196,9 +196,9 @@ class LocalReport:
         if self.races is not None and len(self.updaters) > 1:
             races = self.races
             lines.append(
-                f"  lost by races: {races.lost:,} of {races.additions:,} additions to a probe ({races.share:.2%}; of one"
-                f" element at most {races.worst:.2%}); {self.outdated} of {self.minibatches} updates from weights before"
-                f" the last averaging"
+                f"  lost by races: {races.lost:,} of {races.additions:,} additions to a probe ({races.share:.2%}; of "
+                f"one element at most {races.worst:.2%}); {self.outdated} of {self.minibatches} updates from weights "
+                f"before the last averaging"
             )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import runpy
@@ -22,6 +23,9 @@ from started import started
 
 import runtime
 from planner.jobs.launch import LocalWorld, run_ranks
+from planner.jobs.lr_schedule import LrSchedule
+from planner.jobs.on_rank import train_rank
+from planner.jobs.training import build, weights_sha256
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
 from runtime.local_async import LocalRun, run_local_async
 from runtime.local_async.races import Races
@@ -76,8 +80,7 @@ def test_each_updater_alternates_between_the_model_and_its_block() -> None:
     assert report.races is not None
     places = {"model": 99, 0: 27, 1: 72}  # elements of the probe, as many as of parameters
     exact = sum(
-        places["model"] * (one.minibatches - one.partial) + places[one.updater] * one.partial
-        for one in report.updaters
+        places["model"] * (one.minibatches - one.partial) + places[one.updater] * one.partial for one in report.updaters
     )
     assert report.races.additions == exact
 
@@ -384,12 +387,29 @@ def test_nothing_is_left_where_a_launcher_in_the_background_is_ended(tmp_path: P
         assert wait_for(lambda: not processes(mark), 60.0), processes(mark)
 
 
+@one_thread
+def test_a_recipe_of_rates_is_the_same_with_updaters_as_without() -> None:
+    """Of `planner run`: as a loop that sets the rates by hand."""
+    spec = f"{Path(jobs.__file__).with_name('local_async_job.py')}:job"
+    recipe = LrSchedule.parse("scale:2,warmup:4,cosine")
+    plan = jobs.plan_of(LocalAsyncSpec(updaters=1))
+    plain, one = (train_rank(spec, which, 10, "cpu", False, None, recipe) for which in (None, plan))
+    built = build(spec, "cpu")
+    for step in range(10):
+        (group,) = built.optimizer.param_groups  # type: ignore[union-attr]
+        warm, decay = 1.0 + 1.5 * step / 4, 2.5 * (1.0 + math.cos(math.pi * (step - 4) / 6)) / 2.0
+        group["lr"] = 0.05 * (warm if step < 4 else decay)  # minibatches of 5 on one rank, for a batch of 2
+        built.train(built.batch(step))
+    assert plain.weights_sha256 == one.weights_sha256 == weights_sha256(built.model)
+
+
 def test_planner_run_trains_with_local_updaters(tmp_path: Path) -> None:
     """As users start it: updaters are spawned."""
     plan = tmp_path / "plan.json"
     jobs.plan_of(LPP).save(plan)
     file = Path(jobs.__file__).with_name("local_async_job.py")
     command = ["-m", "planner", "run", f"{file}:job", "--plan", str(plan), "--steps", "40"]
+    command += ["--lr-schedule", "scale:5,warmup:10,cosine"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(jobs.__file__).parent), *sys.path])}
     done = subprocess.run(
         [sys.executable, *command, "--json"], capture_output=True, text=True, timeout=200, env=environment
