@@ -104,6 +104,8 @@ def lines(outcomes: list[Stale]) -> Iterator[str]:
         first = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == "synchronous")
         for way in WAYS:
             found = [o for o in outcomes if o.task == name and o.way == way]
+            if not found:
+                continue
             metrics = [o.metric for o in found]
             mean = statistics.fmean(metrics)
             far = [(o.distance, o.share) for o in found if o.distance is not None and o.share is not None]
