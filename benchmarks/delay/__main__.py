@@ -23,12 +23,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--tasks", nargs="+", choices=accuracy.TASKS, default=list(accuracy.TASKS))
+    parser.add_argument("--ways", nargs="+", choices=list(accuracy.WAYS), default=list(accuracy.WAYS))
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked part is replaced")
     options = parser.parse_args()
-    ways, seeds = list(accuracy.WAYS), options.seeds
     found = outcomes(
-        accuracy.train, accuracy.Stale, accuracy.TASKS, ways, seeds, options.scale, options.results
+        accuracy.train, accuracy.Stale, options.tasks, options.ways, options.seeds, options.scale, options.results
     )  # fmt: skip
     text = "\n".join(accuracy.lines(found))
     print(text)

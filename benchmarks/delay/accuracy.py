@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
+from benchmarks.delay.updaters import DcAsgd, LocalUpdate, local_update, sgd, train_asgd
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
 from planner.model.modes.delayed import delay_spec
@@ -22,21 +24,34 @@ TASKS = ("digits, ResNet-20", "characters, LSTM")
 """Those that are trained with SGD and momentum."""
 
 
+WARMUPS = {"60 steps": 0.0, "a third": 1 / 3, "two thirds": 2 / 3}
+"""Shares of synchronous steps, with those of other ways the warm-up curve of Fig. 4."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A delay that follows so large a share of synchronous steps, rounded to a multiple of 60, which 1 to 5 divide."""
 
     delay: DelaySpec | None
     warmup_share: float = 0.5
+    update: Callable[[], LocalUpdate] | None = None
+    """Makes the local update; None: GLU."""
+    asynchronous: bool = False
+    """Whether it is ASGD, without plan and warm-up."""
 
 
 PUBLISHED = DelaySpec(steps=4)
+PLAIN = replace(PUBLISHED, alpha=1.0, beta=0.0)
 WAYS = {
     "synchronous": Way(None),
     **{f"k = {k}": Way(delay_spec(k)) for k in range(1, 6)},
     "k = 4, α = 2, β = 0.5": Way(PUBLISHED),
-    "k = 4, plain local SGD": Way(replace(PUBLISHED, alpha=1.0, beta=0.0)),
+    "k = 4, plain local SGD": Way(PLAIN),
+    "k = 4, local SGD of the rate itself": Way(replace(PLAIN, local_lr_scale=1.0), update=lambda: sgd),
+    "k = 4, DC-ASGD-a": Way(replace(PLAIN, local_lr_scale=1.0), update=DcAsgd),
+    "ASGD": Way(None, asynchronous=True),
     "k = 4, a sixth synchronous": Way(delay_spec(4), 1 / 6),
+    **{f"k = 4, {name} synchronous": Way(delay_spec(4), share) for name, share in WARMUPS.items()},
 }
 
 
@@ -64,7 +79,11 @@ def _plan(model: torch.nn.Module, steps: int, way: Way) -> Plan:
 def train(task: Task, seed: int, way: str) -> Stale:
     """One run on this rank."""
     staleness.MOVEMENT_BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
-    model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
+    found = WAYS[way]
+    if found.asynchronous:
+        return Stale(task.name, seed, way, task.metric(train_asgd(task, seed, dist.get_world_size())), None, None)
+    with local_update(None if found.update is None else found.update()):
+        model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, found))
     with session.global_weights():
         metric = task.metric(model)
     delay = session._mode if isinstance(session._mode, Delayed) else None
@@ -82,9 +101,11 @@ def lines(outcomes: list[Stale]) -> Iterator[str]:
     yield "| task | way | metric, mean over seeds (range) | against synchronous | distance: × warm-up, share |"
     yield "| --- " * 5 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        first = statistics.fmean(o.metric for o in outcomes if o.task == name and WAYS[o.way].delay is None)
+        first = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == "synchronous")
         for way in WAYS:
             found = [o for o in outcomes if o.task == name and o.way == way]
+            if not found:
+                continue
             metrics = [o.metric for o in found]
             mean = statistics.fmean(metrics)
             far = [(o.distance, o.share) for o in found if o.distance is not None and o.share is not None]

@@ -3,6 +3,7 @@
 python -m benchmarks.local_async                                    # an hour on a quiet machine; needs root
 python -m benchmarks.local_async --quick                            # some minutes; figures are rough
 python -m benchmarks.local_async --parts speed --trace trace.json   # the timeline for ui.perfetto.dev
+python -m benchmarks.local_async --parts rivals --rival-results rivals.jsonl   # hours; resumable
 python -m benchmarks.local_async --output docs/results/local-async.md
 """
 
@@ -15,14 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.learning import SEEDS
-from benchmarks.local_async import accuracy, speed
+from benchmarks.local_async import accuracy, rivals, speed
 from benchmarks.local_async.jobs import MODELS, RANKS
 from benchmarks.marked import write_part
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
 
-PARTS = ("speed", "accuracy")
+PARTS = ("speed", "accuracy", "rivals")
 
 
 def _speed(options: argparse.Namespace) -> dict[str, str]:
@@ -62,10 +63,16 @@ def _accuracy(options: argparse.Namespace) -> dict[str, str]:
     return {"accuracy": "\n".join(accuracy.lines([one for one in found if one.steps == steps]))}
 
 
+def _rivals(options: argparse.Namespace) -> dict[str, str]:
+    steps, seeds = (24, options.seeds[:1]) if options.quick else (rivals.STEPS, options.seeds)
+    records = rivals.measure(options.models, options.link, seeds, steps, options.rival_results, options.only)
+    return {"rivals": "\n".join(rivals.lines(records))}
+
+
 def main() -> int:
     """Prints, and writes where told to."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed", "accuracy"])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--emulate", default="2x1@100mbit", help="the cluster that speed is measured on")
     parser.add_argument("--steps", type=int, default=400, help="minibatches of each rank in a run")
@@ -73,11 +80,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--quick", action="store_true", help="few minibatches, one seed")
     parser.add_argument("--results", type=Path, default=None, help="JSON lines of runs that are not trained again")
+    parser.add_argument("--link", default=rivals.LINK, help="of rivals: between hosts of a rank; empty: local ranks")
+    parser.add_argument("--only", default="", help="of rivals: a part of the names of runs that are made now")
+    parser.add_argument("--rival-results", type=Path, default=None, help="JSON lines of rivals, not trained again")
     parser.add_argument("--trace", type=Path, default=None, help="where to write what updaters did, as trace events")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     texts = _speed(options) if "speed" in options.parts else {}
     texts |= _accuracy(options) if "accuracy" in options.parts else {}
+    texts |= _rivals(options) if "rivals" in options.parts else {}
     for part, text in texts.items():
         print(f"{part}\n\n{text}\n")
     if options.output is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from examples.digits import ResNet20, digits, loss
 from planner import TrainingJob
+from planner.jobs.lr_schedule import LrSchedule
 from runtime.local_async import LocalJob
 
 RANKS = 2
@@ -21,6 +21,7 @@ DEADLINE_S = 300.0
 """Eight updaters on two cores may take long for their first minibatch."""
 RATES = {"resnet20": 0.05, "squeezenet": 0.05}
 """Learning rates by model, the same for every way to train."""
+COSINE = LrSchedule(cosine=True)
 
 
 class Fire(nn.Module):
@@ -61,13 +62,13 @@ class SqueezeNet(nn.Module):
 MODELS: dict[str, type[nn.Module]] = {"resnet20": ResNet20, "squeezenet": SqueezeNet}
 
 
-def batch(step: int, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(step: int, rank: int, seed: int = 0, ranks: int = RANKS) -> tuple[Tensor, Tensor]:
     """Ranks share the digits, which are shuffled anew for each pass; a minibatch follows from its number and rank."""
     data = digits()
     count = len(data.train_labels)
-    in_pass = count // (RANKS * BATCH_SIZE)
+    in_pass = count // (ranks * BATCH_SIZE)
     generator = torch.Generator().manual_seed(1000 * seed + step // in_pass)
-    first = ((step % in_pass) * RANKS + rank % RANKS) * BATCH_SIZE
+    first = ((step % in_pass) * ranks + rank % ranks) * BATCH_SIZE
     chosen = torch.randperm(count, generator=generator)[first : first + BATCH_SIZE]
     return data.train_images[chosen], data.train_labels[chosen]
 
@@ -91,16 +92,16 @@ def squeezenet() -> TrainingJob:
     return _job("squeezenet")
 
 
-def learner(name: str, seed: int, steps: int) -> LocalJob:
-    """To be trained to the end, with a cosine schedule over the minibatches of a rank."""
+def learner(name: str, seed: int, steps: int, ranks: int = RANKS, rates: LrSchedule = COSINE) -> LocalJob:
+    """To be trained to the end, with a schedule over the minibatches of a rank."""
     digits()
     torch.manual_seed(seed)
     return LocalJob(
         model=MODELS[name](),
         loss=loss,
-        batch=partial(batch, seed=seed),
+        batch=partial(batch, seed=seed, ranks=ranks),
         optimizer=partial(_optimizer, RATES[name]),
-        schedule=partial(CosineAnnealingLR, T_max=steps),
+        schedule=partial(rates.of, steps=steps),
     )
 
 

@@ -11,6 +11,7 @@ import typer
 
 from planner.cli.options import argument, chosen, command, completed, for_fsdp2, option, options, rate_option
 from planner.decide.defaults import DEFAULT_PASSES
+from planner.jobs.lr_schedule import LrSchedule
 from planner.jobs.rank_options import RankOptions
 from runtime.errors import InputError
 
@@ -312,11 +313,15 @@ class Run:
     job: str = argument(JOB)
     plan: str | None = option("plan.json; without one the job trains with plain DDP.")
     steps: int = option("Steps to train.", 20)
+    lr_schedule: str = option(
+        "Learning rate: scale:BATCH (the job's is for this batch), warmup:STEPS and cosine, comma-separated.", ""
+    )
     where: OnRanks
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
             raise InputError(f"--steps: found {self.steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
+        LrSchedule.parse(self.lr_schedule)
 
 
 @options

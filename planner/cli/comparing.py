@@ -29,6 +29,7 @@ from planner.report.files import check_writable
 from planner.report.listing import print_tables
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 from runtime.plan import Plan, check_has_buckets, load_plan
+from runtime.plan.document import split_phase
 from runtime.plan.files import write_text
 
 WRAPPED_TIMEOUT_S = 300.0
@@ -105,6 +106,11 @@ def _read(asked: Compare) -> tuple[bool, list[str], Profile | None, Problem | No
 def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOptions, learn: Learn) -> Learned:
     for path, plan in zip(asked.plan, plans.values(), strict=True):
         check_has_buckets(plan, path, "compare it without --learn")
+        if split_phase(path)[1] is not None:
+            raise InputError(
+                f"--learn: found {path}, one phase of a plan, expected a plan with a file of its own, which is to keep "
+                f"what is measured; compare it without --learn"
+            )
         check_writable(path)
     is_script, arguments, profile, problem = _read(asked)
     if is_script:

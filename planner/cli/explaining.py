@@ -14,6 +14,7 @@ from planner.report.listing import make_console
 from planner.report.tables import print_plan
 from planner.traces.stream import is_trace
 from runtime.errors import InputError
+from runtime.plan.document import split_phase
 from runtime.plan.files import write_bytes
 
 
@@ -22,7 +23,9 @@ def explain(asked: Explain) -> None:
     if is_trace(asked.plan):
         explain_traces(asked)
         return
-    outputs = files.check_outputs(asked.plan, asked.measured, {files.TRACE: asked.trace, files.HTML: asked.html})
+    outputs = files.check_outputs(
+        split_phase(asked.plan)[0], asked.measured, {files.TRACE: asked.trace, files.HTML: asked.html}
+    )
     loaded = files.explain(asked.plan, asked.measured, outputs)
     if printed_json(loaded.to_document):
         return
@@ -41,7 +44,7 @@ def diff(asked: Diff) -> None:
 def export(asked: Export) -> None:
     """Print or write what a stock executor takes of a plan."""
     if asked.output is not None:
-        files.check_writable(asked.output, asked.plan, asked.profile, asked.cluster)
+        files.check_writable(asked.output, split_phase(asked.plan)[0], asked.profile, asked.cluster)
     found = express(asked.plan, asked.to, asked.profile, asked.cluster)
     if found.data is not None and asked.output is None and not Flags.as_json:
         raise InputError(f"--to {asked.to}: found no --output, expected a file for what is no text; add -o plan.et")

@@ -37,7 +37,7 @@ from planner.strategies.hitopk import hitopk
 from planner.strategies.low_rank import low_rank
 from planner.strategies.owner_rules import OPERATOR_RULES
 from planner.strategies.sparse import lags, naive_all_gather, slgs
-from planner.strategies.strategy import Strategy, number, strategy, whole, word
+from planner.strategies.strategy import Strategy, number, strategy, whole, whole_and_count, word
 from planner.strategies.topologies import torus_2d, tree
 from planner.strategies.wire import wire
 from runtime.errors import InputError
@@ -83,10 +83,20 @@ def joint(problem: Problem, max_ratio: float = 0.0) -> Schedule:
     return Joint(max_ratio=max_ratio, compress=compress).apply(optimal(problem), problem).schedule
 
 
-@strategy(whole("STEPS", "steps", at_most=MAX_DELAY), accuracy="relaxed")
-def ssd(problem: Problem, steps: int = DEFAULT_MAX_DELAY) -> Schedule:
-    """Return a delay of some steps (SSD-SGD), by default 4; its step is the mean of the steady state."""
-    return delayed_schedule(problem, steps, push_bucketings(problem))
+@strategy(whole_and_count("STEPS:SERVERS", "steps", MAX_DELAY, "servers"), accuracy="relaxed")
+def ssd(problem: Problem, setting: tuple[int, ...] = (DEFAULT_MAX_DELAY,)) -> Schedule:
+    """Return a delay of some steps (SSD-SGD), by default 4; its step is the mean of the steady state.
+
+    With a second number so many of the workers are servers, which is predicted only. Raises InputError: there are fewer
+    workers.
+    """
+    steps, servers = (*setting, 0)[:2]
+    workers = problem.ranks // problem.ranks_per_worker
+    if servers > workers:
+        raise InputError(
+            f"found the strategy ssd with {servers} servers, expected at most {workers}, one for each worker"
+        )
+    return delayed_schedule(problem, steps, push_bucketings(problem), servers % workers)
 
 
 USUAL_UPDATERS, USUAL_STEPS = 4, 16

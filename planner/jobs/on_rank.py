@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Profile
+from planner.jobs.lr_schedule import CONSTANT, LrSchedule
 from planner.jobs.training import (
     KEPT_BATCHES,
     BuiltJob,
@@ -128,7 +130,9 @@ def _with_units(built: BuiltJob, step: Step, found: Profile, progress: Progress,
         return agreed
 
 
-def local_job(spec: str, device: str) -> LocalJob:
+def local_job(
+    spec: str, device: str, lr_schedule: LrSchedule = CONSTANT, ranks: int = 1, blocks: bool = False, steps: int = 1
+) -> LocalJob:
     """Return a job by its name, for a rank and for each of its updaters. Raises InputError as `build`."""
     built = build(spec, device)
     if len(each_of(built.optimizer)) > 1:
@@ -138,7 +142,18 @@ def local_job(spec: str, device: str) -> LocalJob:
         (optimizer,) = each_of(make_optimizer(built.job, spec))
         return optimizer
 
-    return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=make)
+    schedule = None
+    if lr_schedule != CONSTANT:
+        schedule = partial(scaled_by(lr_schedule, built, ranks, blocks=blocks).of, steps=steps)
+    return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=make, schedule=schedule)
+
+
+def scaled_by(lr_schedule: LrSchedule, built: BuiltJob, ranks: int, *, blocks: bool = False) -> LrSchedule:
+    """Return the schedule scaled by the samples of rank 0's first batch, which are the same on all ranks."""
+    if lr_schedule.scale_batch is None:
+        return lr_schedule
+    samples = built.job.batch_samples or batch_samples(built.batch_of(0, 0))
+    return lr_schedule.scaled(samples, ranks, blocks=blocks)
 
 
 def measure_updaters(
@@ -167,21 +182,43 @@ def measure_updaters(
 
 
 def train_rank(
-    spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
+    spec: str,
+    plan: Plan | None,
+    steps: int,
+    device: str,
+    show_progress: bool,
+    timeout_s: float | None = None,
+    lr_schedule: LrSchedule = CONSTANT,
 ) -> RankRun:
     """Train a job for some steps on this rank; plain DDP without a plan. `timeout_s` is that of `Trainer`."""
     if plan is not None and plan.local_async is not None:
-        return train_rank_locally(spec, plan, steps, device, timeout_s)
+        return train_rank_locally(spec, plan, steps, device, timeout_s, lr_schedule)
     built = build(spec, device)
+    schedules = []
+    if lr_schedule != CONSTANT:
+        scaled = scaled_by(lr_schedule, built, dist.get_world_size() if dist.is_initialized() else 1)
+        schedules = [scaled.of(one, steps) for one in each_of(built.optimizer)]
     trainer = Trainer(built, plan, timeout_s)
     for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
         trainer.step(built.batch(step))
+        for schedule in schedules:
+            schedule.step()
     return trainer.close()
 
 
-def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s: float | None = None) -> RankRun:
+def train_rank_locally(
+    spec: str,
+    plan: Plan,
+    steps: int,
+    device: str,
+    timeout_s: float | None = None,
+    lr_schedule: LrSchedule = CONSTANT,
+) -> RankRun:
     """Train a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
-    run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
+    assert plan.local_async is not None
+    blocks = plan.local_async.blocks is not None
+    job = partial(local_job, spec, device, lr_schedule, plan.world.ranks, blocks, steps)
+    run = run_local_async(job, plan, steps, timeout_s=timeout_s)
     if not run.losses:
         raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")
     # Time of a minibatch of the rank at each update, over the last ones, as many as there are updaters: updates of

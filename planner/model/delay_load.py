@@ -37,32 +37,45 @@ class StepWork:
     """The intra-node all-gather of weights that were pulled."""
 
     @classmethod
-    def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> StepWork:
-        """Return the work of a schedule; `local_update_us` replaces the cluster's."""
+    def of(
+        cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None, servers: int = 0
+    ) -> StepWork:
+        """Return the work of a schedule.
+
+        Args:
+            problem: the step.
+            schedule: its buckets.
+            local_update_us: replaces the cluster's.
+            servers: number of workers that own weights; 0: all. The link of one of fewer servers receives as many times
+                the bytes, and its update takes as many times as long, as there are workers for each server.
+        """
+        workers = problem.ranks // problem.ranks_per_worker
+        load = workers / servers if servers else 1.0
+        push, pull = (half.curve.of_share(load) for half in (problem.push, problem.pull))
         members = [bucket.gradients for bucket in schedule.buckets]
         packs_us = [_pack_us(problem, bucket) for bucket in schedule.buckets]
-        pushes_us = problem.bucket_cost_us(members, problem.push.curve)
+        pushes_us = problem.bucket_cost_us(members, push)
         for index, bucket in enumerate(schedule.buckets):
             if not bucket.whole:  # with what owners do with selected elements
                 unpack_us = spending(problem, bucket).after_us / problem.ranks
-                pushes_us[index] = problem.push.curve.at(codec_of(bucket).pushed_bytes(problem, bucket)) + unpack_us
-        load = cls(
+                pushes_us[index] = push.at(codec_of(bucket).pushed_bytes(problem, bucket)) + unpack_us
+        work = cls(
             forward_us=problem.forward_us,
             ready_us=tuple(problem.ready_list_us[max(gradients)] for gradients in members),
             push_us=tuple(pushes_us),
-            pull_us=tuple(problem.bucket_cost_us(members, problem.pull.curve)),
+            pull_us=tuple(problem.bucket_cost_us(members, pull)),
             factors=tuple(problem.bucket_factors(members)),
-            owner_us=problem.update_us / problem.ranks,
+            owner_us=problem.update_us / problem.ranks * load,
             local_update_us=problem.local_update_us if local_update_us is None else local_update_us,
             take_us=_line_us(problem.cost.cluster.pull_take, problem.size_bytes.sum()),
         )
         costs = problem.node_costs
         if costs is None:
-            return replace(load, pack_us=tuple(packs_us) if any(packs_us) else ())
+            return replace(work, pack_us=tuple(packs_us) if any(packs_us) else ())
         scatters_us = problem.bucket_cost_us(members, costs.scatter.times_us)
         gathers_us = tuple(problem.bucket_cost_us(members, costs.gather.times_us))
         return replace(
-            load,
+            work,
             scatter_us=tuple(map(sum, zip(scatters_us, packs_us, strict=True))),  # packed behind it
             gather_us=gathers_us,
             spread_us=gathers_us,

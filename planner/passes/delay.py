@@ -169,9 +169,11 @@ def push_bucketings(problem: Problem, given: Schedule | None = None) -> tuple[Sc
     return tuple(dict.fromkeys(found))
 
 
-def delayed_schedule(problem: Problem, k: int, options: Sequence[Schedule]) -> Schedule:
-    """Return the shortest mean step among the options with delay of k steps; of equal ones the fewest buckets."""
-    return best_of(problem, [replace(option, mode=Delayed(k)) for option in options])
+def delayed_schedule(problem: Problem, k: int, options: Sequence[Schedule], servers: int = 0) -> Schedule:
+    """Return the shortest mean step among the options with delay of k steps; of equal ones the fewest buckets.
+    `servers` is that of `Delayed`.
+    """
+    return best_of(problem, [replace(option, mode=Delayed(k, servers)) for option in options])
 
 
 def unsuited(problem: Problem, what: str) -> str:

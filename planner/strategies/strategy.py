@@ -118,6 +118,25 @@ def whole(label: str, unit: str, at_most: int) -> Argument:
     return Argument(label, f"a whole number of {unit} from 1 to {at_most}, such as {{name}}:4", read)
 
 
+def whole_and_count(label: str, unit: str, at_most: int, counted: str) -> Argument:
+    """Return an argument of one or two whole numbers from 1 on with a colon between, as a tuple.
+
+    Args:
+        label: both placeholders: `STEPS:SERVERS`.
+        unit: what the first counts.
+        at_most: the largest first.
+        counted: what the second counts.
+    """
+    first, second = whole("", unit, at_most), whole("", counted, 10**9)
+
+    def read(text: str) -> tuple[int, ...]:
+        one, colon, other = text.partition(":")
+        return (first.read(one), second.read(other)) if colon else (first.read(one),)
+
+    labels = f"{label.partition(':')[0]}|{label}"
+    return Argument(labels, f"{first.expected}, perhaps with a number of {counted}: {{name}}:4:2", read)
+
+
 def number_and_count(label: str, unit: str, at_most: float, counted: str, most: int) -> Argument:
     """Return an argument that is a number from 1 to `at_most`, perhaps with a colon and a whole number up to `most`.
 

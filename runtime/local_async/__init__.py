@@ -1,8 +1,8 @@
 """LAP-SGD and LPP-SGD: several updaters of each rank share one model without locks; ranks average without waiting.
 
 `run_local_async` trains a job so, and by what it is compared with; docs/concepts/local-updaters.md tells how. Source:
-Algorithm 1 of "Federated SGD with Local Asynchrony" (Chatterjee, Kungurtsev, Alistarh). Importing this package does not
-import torch.
+Algorithm 1 of "Scaling the Wild: Decentralizing Hogwild!-style Shared-memory SGD" (Chatterjee, Kungurtsev, Alistarh,
+2022). Importing this package does not import torch.
 """
 
 from __future__ import annotations

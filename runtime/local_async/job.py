@@ -65,13 +65,14 @@ class Request:
 
 
 class PartSampler(Sampler[int]):
-    """Indices of one updater's part of a data set, in another order in each pass; for a DataLoader.
+    """Indices of one updater's part of a data set, which is drawn again in each pass; for a DataLoader.
 
-    The parts are drawn once by the seed: no sample is in two of them, all are, and they differ in size by one at most.
+    In one pass no sample is in two parts, all are in one, and parts differ in size by one at most. An updater that has
+    begun its next pass may draw what another one has yet to see of the pass before.
     """
 
     def __init__(self, samples: int, part: Part) -> None:
-        """Draw the part of a data set.
+        """Prepare the parts of a data set.
 
         Args:
             samples: number of samples of the data set.
@@ -85,12 +86,11 @@ class PartSampler(Sampler[int]):
                 f"PartSampler: found {samples} samples for {part.parts} updaters, expected at least one for each; use "
                 f"fewer updaters"
             )
-        drawn = torch.randperm(samples, generator=torch.Generator().manual_seed(part.seed))
-        self.part, self.indices = part, drawn[part.index :: part.parts]
+        self.samples, self.part = samples, part
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass, which decides its order.
+        """Set the number of the next pass, which decides what the part is.
 
         Args:
             epoch: number of the pass, from 0.
@@ -98,12 +98,13 @@ class PartSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        seed = (self.part.seed * 1_000_003 + self.epoch) * 1_009 + self.part.index
-        order = torch.randperm(len(self.indices), generator=torch.Generator().manual_seed(seed))
-        return iter(self.indices[order].tolist())
+        # All updaters draw the same order of the pass, and each takes its stride of it.
+        generator = torch.Generator().manual_seed(self.part.seed * 1_000_003 + self.epoch)
+        drawn = torch.randperm(self.samples, generator=generator)
+        return iter(drawn[self.part.index :: self.part.parts].tolist())
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(range(self.part.index, self.samples, self.part.parts))
 
 
 def batches_of(job: LocalJob, rank: int, part: Part) -> Callable[[int], Any]:

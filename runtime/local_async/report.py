@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runtime.comm.world import World
+from runtime.local_async.races import Races
 from runtime.plan.timeline import UPDATER, Span
 
 KEPT = 4096
@@ -136,6 +137,10 @@ class LocalReport:
     updaters: tuple[UpdaterReport, ...]
     staleness: tuple[int, ...] = ()
     """Entry i: minibatches with i updates of other updaters between their snapshot and their own update."""
+    outdated: int = 0
+    """Updates of gradients from weights before the last averaging, which was added between snapshot and update."""
+    races: Races | None = None
+    """Updates that were lost by races, counted on a probe; None without updaters."""
     rounds: int = 0
     """Number of averagings of the models of all ranks."""
     averagings: tuple[Averaging, ...] = ()
@@ -187,6 +192,13 @@ class LocalReport:
                 f"  {self.rounds} averagings, of the last {len(distances)}: median {took_ms:.2f} ms, every "
                 f"{updates:.1f} updates, distance from the mean of all {statistics.fmean(distances):.2e} on average, "
                 f"{max(distances):.2e} at most"
+            )
+        if self.races is not None and len(self.updaters) > 1:
+            races = self.races
+            lines.append(
+                f"  lost by races: {races.lost:,} of {races.additions:,} additions to a probe ({races.share:.2%}; of "
+                f"one element at most {races.worst:.2%}); {self.outdated} of {self.minibatches} updates from weights "
+                f"before the last averaging"
             )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 

@@ -16,11 +16,12 @@ from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Avera
 from runtime.local_async.job import LocalJob, Request
 from runtime.local_async.preparing import Prepared, agree_on_plan, agreed, mps_note, prepare
 from runtime.local_async.processes import check_not_imported
+from runtime.local_async.races import Races, add_to_probe, count_races, probe_places
 from runtime.local_async.report import Averagings, LocalReport, Result, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.local_async.synchronous import train_by_session, train_locally
 from runtime.local_async.updater import DONE as UPDATED
-from runtime.local_async.updater import PARTIAL, SAMPLES, Shared, Task
+from runtime.local_async.updater import OUTDATED, PARTIAL, SAMPLES, Shared, Task
 from runtime.local_async.updaters import LONGEST_WATCH_S, Updaters
 from runtime.plan import Plan
 
@@ -206,7 +207,21 @@ class _Parent:
             )
         record = averager.record if averager is not None else Averagings()
         report = make_report(self._world, self._steps, reports, list(results.values()), record)
-        return replace(report, notes=mps_note(self._shared.model, self._spec.updaters) + report.notes)
+        return replace(
+            report,
+            races=self._races(record.rounds),
+            outdated=sum(updaters.counts(number)[OUTDATED] for number in range(self._spec.updaters)),
+            notes=mps_note(self._shared.model, self._spec.updaters) + report.notes,
+        )
+
+    def _races(self, averagings: int) -> Races:
+        layout, updates = self._prepared.layout, [(probe_places(self._prepared.layout), averagings)]
+        for number in range(self._spec.updaters):
+            counts = self._updaters.counts(number)
+            block = replace(self._updaters.task, updater=number).block
+            updates.append((probe_places(layout), counts[UPDATED] - counts[PARTIAL]))
+            updates.append((probe_places(layout, block), counts[PARTIAL]))
+        return count_races(self._shared.probe, updates)
 
     @property
     def _status(self) -> int:
@@ -221,6 +236,8 @@ class _Parent:
     def _average(self, averager: Averager) -> bool:
         status, done = self._status, self._updaters.done
         statuses = averager.average(status, done - self._averaged, lambda s: self._updaters.watch(s, bell=False))
+        add_to_probe(self._shared.probe, [slice(None)])
+        self._updaters.shared.averaged.take()
         self._averaged = done
         if status == FAILED:
             self._raise_own()

@@ -1,8 +1,8 @@
 """A model whose tensors lie in memory that several processes share, and one updater's snapshots of it.
 
 All tensors lie in one run of bytes: for each dtype the trained parameters, then the buffers that are averaged (a *flat*
-of that dtype), and last what is neither: frozen parameters, and buffers of whole numbers. Thus a snapshot, a message
-and an addition are one operation for each dtype.
+of that dtype), then what is neither: frozen parameters, and buffers of whole numbers; last the probe of races. Thus a
+snapshot, a message and an addition are one operation for each dtype.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from runtime.plan.names import canonical_name
 
 ALIGNMENT = 64
 """Bytes; so that vectorized kernels treat a view as they treat a tensor of its own."""
+MOST_PROBED = 2**16
+"""Largest number of elements of the probe of races, to which each update adds."""
 
 Role = Literal["trained", "averaged", "kept"]
 
@@ -38,8 +40,12 @@ class Slot:
     start_bytes: int
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.name} ({str(self.dtype).removeprefix('torch.')} {self.shape}, {self.role})"
@@ -64,6 +70,8 @@ class Layout:
 
     slots: tuple[Slot, ...]
     flats: tuple[Flat, ...]
+    probe_elements: int
+    """Elements (int32) of the probe of races (`races.py`), which ends the bytes."""
     size_bytes: int
 
     @classmethod
@@ -88,7 +96,13 @@ class Layout:
             end = _place((r for r in roles if r[1].dtype == dtype and r[2] == "averaged"), slots, end)
             flats.append(Flat(dtype, start, trained_end, end))
         end = _place((r for r in roles if r[2] == "kept"), slots, end)
-        return cls(tuple(slots), tuple(flats), end)
+        probed = min(MOST_PROBED, sum(slot.numel for slot in slots if slot.role == "trained"))
+        return cls(tuple(slots), tuple(flats), probed, end + probed * torch.int32.itemsize)
+
+    def probe(self, memory: Tensor) -> Tensor:
+        """Return the probe in the shared bytes. Shape (probe_elements,), int32."""
+        start = self.size_bytes - self.probe_elements * torch.int32.itemsize
+        return memory[start : self.size_bytes].view(torch.int32)
 
     def difference(self, other: Layout) -> str | None:
         """Return how another layout differs, in words; None where it does not."""
@@ -150,6 +164,7 @@ class SharedModel:
         """Make the model's tensors views of the bytes (`memory`, 1-D, uint8, on its device), whose values they get."""
         self.model, self.layout, self.memory = model, layout, memory
         self.flats = [memory[flat.start_bytes : flat.end_bytes].view(flat.dtype) for flat in layout.flats]
+        self.probe = layout.probe(memory)
         places = {slot.name: slot for slot in layout.slots}
         self._views: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}

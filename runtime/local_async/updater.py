@@ -23,11 +23,12 @@ from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples
 from runtime.local_async.memory import AtomicCounter, Doorbell
 from runtime.local_async.partial import partial_backward
 from runtime.local_async.processes import end_with_parent, status_bytes
+from runtime.local_async.races import add_to_probe, probe_places
 from runtime.local_async.report import Result, Times
 from runtime.local_async.shared import Layout, SharedModel, Snapshots
 from runtime.plan import LocalAsyncSpec
 
-BEGUN, DONE, PARTIAL, SAMPLES, COUNTS = 0, 1, 2, 3, 4
+BEGUN, DONE, PARTIAL, SAMPLES, OUTDATED, COUNTS = 0, 1, 2, 3, 4, 5
 """Columns of the table of counts; each updater has a row of its own, so that the counts of a killed one stay."""
 
 
@@ -38,6 +39,8 @@ class Shared:
     begun: AtomicCounter
     """Count of minibatches that were given out: the counter s of Algorithm 1."""
     done: AtomicCounter
+    averaged: AtomicCounter
+    """Count of averagings whose change was added to the rank's model."""
     doorbell: Doorbell
     counts: SharedMemory
     """Table of `COUNTS` columns (int64), with a row for each updater."""
@@ -46,7 +49,8 @@ class Shared:
     def make(cls, updaters: int) -> Shared:
         try:
             counts = SharedMemory(updaters * COUNTS * np.dtype(np.int64).itemsize)
-            return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+            begun, done, averaged = AtomicCounter(), AtomicCounter(), AtomicCounter()
+            return cls(begun=begun, done=done, averaged=averaged, doorbell=Doorbell(), counts=counts)
         except OSError as error:
             raise EnvironmentFailure(f"this system gives updaters no shared memory ({error.strerror})") from error
 
@@ -124,6 +128,7 @@ class Updater:
         self.batch = batches_of(job, task.rank, task.part)
         block = task.block
         self.block = None if block is None else [self.shared.parameters[name] for name in block]
+        self._probed = probe_places(task.layout), probe_places(task.layout, block)
         self.result = Result(task.updater)
         self._row = task.shared.row(task.updater)
         self._scheduled = 0
@@ -159,18 +164,20 @@ class Updater:
         partial = self.block is not None and number >= task.spec.full_fraction * task.request.steps
         if partial:
             partial, self._partial_next = self._partial_next, not self._partial_next
-        seen = shared.done.value
+        seen, averaged = shared.done.value, shared.averaged.value
         self.snapshots.take()
         loss = self._gradient(batch, partial)
         self.snapshots.leave()
         gradient_s = time.perf_counter()
         self.optimizer.step()
+        add_to_probe(self.shared.probe, self._probed[partial])
         if self.shared.memory.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.optimizer.zero_grad(set_to_none=True)
         row[DONE] += 1
         row[PARTIAL] += partial
         row[SAMPLES] += samples_of(batch)
+        row[OUTDATED] += shared.averaged.value > averaged
         stale = shared.done.take() - seen
         shared.doorbell.ring()
         self.result.add(Times(number, start_s, batch_s, gradient_s, time.perf_counter(), partial), loss, stale)

@@ -448,18 +448,34 @@ def load_plan(path: str | Path) -> Plan:
     """Read and check plan.json.
 
     Args:
-        path: path of the file.
+        path: path of the file; of a plan in phases also with the number of one, from 0: `plan.json@1`.
 
     Returns:
-        The plan.
+        The plan, or that of the phase.
 
     Raises:
-        InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
-            unknown interface, or a shared step that the interface does not name; gathers that are no partition of the
-            buckets; a gradient in two buckets; groups for FSDP2 that no model could have; blocks of local updaters that
-            are no partition of the gradients, each of them contiguous.
+        InputError: no such phase; not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot
+            have alike; an unknown interface, or a shared step that the interface does not name; gathers that are no
+            partition of the buckets; a gradient in two buckets; groups for FSDP2 that no model could have; blocks of
+            local updaters that are no partition of the gradients, each of them contiguous.
     """
-    return Plan.load(path)
+    file, number = split_phase(path)
+    plan = Plan.load(file)
+    if number is None:
+        return plan
+    phases = plan.phases or ()
+    if number >= len(phases):
+        expected = f"a phase from 0 to {len(phases) - 1}" if phases else "one in phases"
+        raise InputError(f"{path}: found a plan in {len(phases)} phases, expected {expected}; correct the number")
+    return phases[number].plan
+
+
+def split_phase(path: str | Path) -> tuple[str, int | None]:
+    """Return the file and the number of the phase of `plan.json@1`; None: the whole plan."""
+    file, at, number = str(path).rpartition("@")
+    if not (at and number.isascii() and number.isdecimal() and len(number) < 10) or Path(path).exists():
+        return str(path), None
+    return file, int(number)
 
 
 def parse_plan(document: Any, where: str = "plan") -> Plan:
@@ -484,8 +500,8 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
     """
     if plan.phases is not None:
         raise InputError(
-            f"{where}: found a plan in {len(plan.phases)} phases, expected one with buckets; save the plan of one "
-            f"phase ($.phases[0].plan) as a file"
+            f"{where}: found a plan in {len(plan.phases)} phases, expected one with buckets; name one phase, from 0 "
+            f"on, behind the file: plan.json@0"
         )
     if plan.fsdp2 is not None:
         raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")

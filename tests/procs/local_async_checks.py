@@ -24,10 +24,13 @@ from runtime.errors import CommunicationError, PlannerError
 from runtime.local_async import LocalRun, run_local_async
 from runtime.local_async.averaging import Averager
 from runtime.local_async.memory import AtomicCounter
+from runtime.local_async.races import Races
 from runtime.plan import LocalAsyncSpec, PlanBucket
 
 K1 = {"average_every": 1, "then_every": 1}
 DEADLINE_S = 20.0
+PROBED = sum(parameter.numel() for parameter in jobs.Net().parameters() if parameter.requires_grad)
+"""Elements of the probe of races: as many as a small model has."""
 
 
 def trained(
@@ -79,6 +82,8 @@ def in_forced_order() -> dict[str, bool]:
         "trained": not any(_close(found[name], moved[name]) for name in ("hidden.weight", "norm.running_mean")),
         "rounds": run.report.rounds in (6, 7),
         "staleness": run.report.staleness == (3, 3),
+        "outdated": run.report.outdated == 3,  # updates of the turns that have an averaging since their snapshot
+        "nothing lost": run.report.races == Races(additions=PROBED * (6 + run.report.rounds), lost=0, worst=0.0),
     }
 
 
@@ -136,6 +141,9 @@ def stress(updaters: int = 2, steps: int = 300) -> dict[str, bool]:
         "samples agree": report.samples == 5 * steps,
         "staleness counted": sum(report.staleness) == steps,
         "averaged": report.rounds >= 2,
+        "races counted": report.races is not None
+        and report.races.additions == PROBED * (steps + report.rounds)
+        and 0.0 <= report.races.share <= report.races.worst < 1.0,
         "equal": ranks_equal(run.model),
         "learnt": sum(run.losses[-50:]) < sum(run.losses[:50]),
     }

@@ -164,6 +164,15 @@ def loaded(folder: str = "", batch_samples: int = 4) -> LocalJob:
     return plain(batch=None, loader=loader, loss=numbered_loss)
 
 
+def drawn(updater: int, updaters: int, passes: int) -> list[int]:
+    """Samples of an updater of one rank, in order."""
+    sampler, numbers = PartSampler(SAMPLES, Part(updater, updaters)), []
+    for number in range(passes):
+        sampler.set_epoch(number)
+        numbers += list(sampler)
+    return numbers
+
+
 def faulty(fault: str, folder: str, at: int = 6) -> LocalJob:
     """The updater that is given one minibatch is killed, stops, or raises; the rank itself never is."""
     parent = os.getpid() if not Path(folder, "parent").exists() else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import runpy
@@ -22,8 +23,12 @@ from started import started
 
 import runtime
 from planner.jobs.launch import LocalWorld, run_ranks
+from planner.jobs.lr_schedule import LrSchedule
+from planner.jobs.on_rank import train_rank
+from planner.jobs.training import build, weights_sha256
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
 from runtime.local_async import LocalRun, run_local_async
+from runtime.local_async.races import Races
 from runtime.local_async.updaters import Updaters
 from runtime.plan import LocalAsyncSpec
 
@@ -58,6 +63,7 @@ def test_one_updater_is_plain_sgd_bit_for_bit() -> None:
         assert torch.equal(found, expected), name
     assert run.numbers == tuple(range(40))
     assert run.report.rounds == 0
+    assert run.report.races == Races(additions=99 * 40, lost=0, worst=0.0)
     assert not any(tensor.is_shared() for tensor in run.model.state_dict().values())
 
 
@@ -70,20 +76,28 @@ def test_each_updater_alternates_between_the_model_and_its_block() -> None:
     assert sum(one.partial for one in report.updaters) == pytest.approx(90, abs=1)
     assert sum(report.staleness) == 200
     assert "staleness" in str(report)
+    assert "lost by races" in str(report)
+    assert report.races is not None
+    places = {"model": 99, 0: 27, 1: 72}  # elements of the probe, as many as of parameters
+    exact = sum(
+        places["model"] * (one.minibatches - one.partial) + places[one.updater] * one.partial for one in report.updaters
+    )
+    assert report.races.additions == exact
 
 
-def test_updaters_read_parts_of_the_data_of_their_own(tmp_path: Path) -> None:
+def test_updaters_read_parts_of_the_data_that_are_drawn_again_in_each_pass(tmp_path: Path) -> None:
     train(partial(jobs.loaded, str(tmp_path)), LocalAsyncSpec(updaters=2), 12)
     seen = [path.read_text().splitlines() for path in tmp_path.iterdir() if path.name != str(os.getpid())]
     assert len(seen) == 2
     assert sum(map(len, seen)) == 12
-    parts = [{int(word) for line in lines for word in line.split()} for lines in seen]
-    assert not parts[0] & parts[1]
-    for lines, part in zip(seen, parts, strict=True):
-        for first in range(0, len(lines) - 2, 3):  # three minibatches of four are a pass over twelve samples
-            passed = [int(word) for line in lines[first : first + 3] for word in line.split()]
-            assert sorted(passed) == sorted(part)
-    assert any(lines[:3] != lines[3:6] for lines in seen)  # in another order
+    found = [[int(word) for line in lines for word in line.split()] for lines in seen]
+    expected = [jobs.drawn(updater, updaters=2, passes=4) for updater in range(2)]
+    first = next(index for index, numbers in enumerate(expected) if numbers[:4] == found[0][:4])
+    for index, numbers in enumerate(found):  # minibatches of four, three of them a pass over twelve samples
+        assert numbers == expected[(first + index) % 2][: len(numbers)]
+    for begin in (0, 12):  # in one pass no sample is in both parts
+        assert not set(expected[0][begin : begin + 12]) & set(expected[1][begin : begin + 12])
+    assert set(expected[0][:12]) != set(expected[0][12:24])  # parts are drawn again
 
 
 @pytest.mark.parametrize("on_lost", ["continue", "stop"])
@@ -192,7 +206,7 @@ def test_two_ranks(pair: list[dict[str, Any]], check: str) -> None:
 
 
 SOME = "ranks hold different local_async in their plans: rank 0: null, rank 1: 2 updaters"
-NO_MEMORY = "this system gives no shared memory of 832 bytes (No space left on device); use fewer ranks"
+NO_MEMORY = "this system gives no shared memory of 1228 bytes (No space left on device); use fewer ranks"
 
 
 @pytest.mark.parametrize(
@@ -373,12 +387,29 @@ def test_nothing_is_left_where_a_launcher_in_the_background_is_ended(tmp_path: P
         assert wait_for(lambda: not processes(mark), 60.0), processes(mark)
 
 
+@one_thread
+def test_a_recipe_of_rates_is_the_same_with_updaters_as_without() -> None:
+    """Of `planner run`: as a loop that sets the rates by hand."""
+    spec = f"{Path(jobs.__file__).with_name('local_async_job.py')}:job"
+    recipe = LrSchedule.parse("scale:2,warmup:4,cosine")
+    plan = jobs.plan_of(LocalAsyncSpec(updaters=1))
+    plain, one = (train_rank(spec, which, 10, "cpu", False, None, recipe) for which in (None, plan))
+    built = build(spec, "cpu")
+    for step in range(10):
+        (group,) = built.optimizer.param_groups  # type: ignore[union-attr]
+        warm, decay = 1.0 + 1.5 * step / 4, 2.5 * (1.0 + math.cos(math.pi * (step - 4) / 6)) / 2.0
+        group["lr"] = 0.05 * (warm if step < 4 else decay)  # minibatches of 5 on one rank, for a batch of 2
+        built.train(built.batch(step))
+    assert plain.weights_sha256 == one.weights_sha256 == weights_sha256(built.model)
+
+
 def test_planner_run_trains_with_local_updaters(tmp_path: Path) -> None:
     """As users start it: updaters are spawned."""
     plan = tmp_path / "plan.json"
     jobs.plan_of(LPP).save(plan)
     file = Path(jobs.__file__).with_name("local_async_job.py")
     command = ["-m", "planner", "run", f"{file}:job", "--plan", str(plan), "--steps", "40"]
+    command += ["--lr-schedule", "scale:5,warmup:10,cosine"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(jobs.__file__).parent), *sys.path])}
     done = subprocess.run(
         [sys.executable, *command, "--json"], capture_output=True, text=True, timeout=200, env=environment

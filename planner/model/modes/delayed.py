@@ -17,6 +17,7 @@ from planner.model.delay_load import StepWork
 from planner.model.engine import run
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, merging, push_and_pull
+from runtime.errors import InputError
 from runtime.plan import Accuracy, DelaySpec, Plan, combinations
 from runtime.plan.predicted import DelayPoint
 
@@ -34,22 +35,24 @@ CASES = {1: "pulls are late", 2: "the network is never idle", 3: "nothing is exp
 class Delayed(Mode):
     """New weights come after every k-th step; in between each rank updates weights of its own.
 
-    >>> str(Delayed(4))
-    'delay k=4'
+    >>> str(Delayed(4)), str(Delayed(4, servers=2))
+    ('delay k=4', 'delay k=4 servers=2')
     """
 
     name: ClassVar[str] = combinations.DELAY
     accuracy: ClassVar[Accuracy] = "relaxed"
 
     k: int
+    servers: int = 0
+    """Number of workers that own weights, in predictions; 0: all, as in plans."""
 
     def __str__(self) -> str:
-        return f"delay k={self.k}"
+        return f"delay k={self.k}" + (f" servers={self.servers}" if self.servers else "")
 
     @classmethod
     def parse(cls, line: str) -> Mode | None:
-        match = re.fullmatch(r"delay k=([1-9][0-9]{0,8})", line)
-        return None if match is None else cls(int(match[1]))
+        match = re.fullmatch(r"delay k=([1-9][0-9]{0,8})(?: servers=([1-9][0-9]{0,8}))?", line)
+        return None if match is None else cls(int(match[1]), int(match[2] or 0))
 
 
 def delay_of(schedule: Schedule) -> int:
@@ -65,19 +68,24 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
     return None if k >= 1 else f"a delay of {k} steps is none: k has to be at least 1"
 
 
+def _work(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> StepWork:
+    servers = schedule.mode.servers if isinstance(schedule.mode, Delayed) else 0
+    return StepWork.of(problem, schedule, local_update_us, servers)
+
+
 def step_us(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> float:
     """Return the mean step; `local_update_us` replaces the cluster's."""
-    return steady_state(StepWork.of(problem, schedule, local_update_us), delay_of(schedule)).mean_us
+    return steady_state(_work(problem, schedule, local_update_us), delay_of(schedule)).mean_us
 
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
-    return simulate_cycle(problem, StepWork.of(problem, schedule), delay_of(schedule))
+    return simulate_cycle(problem, _work(problem, schedule), delay_of(schedule))
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """Return the shares of kinds of op in three cycles, the first of which begins with an idle network."""
     k = delay_of(schedule)
-    return run(ops_of(StepWork.of(problem, schedule), k, 3 * k)).shares()
+    return run(ops_of(_work(problem, schedule), k, 3 * k)).shares()
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
@@ -104,6 +112,11 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """Return the plan's fields. Raises InputError: only some workers are servers, which is predicted only."""
+    if isinstance(schedule.mode, Delayed) and schedule.mode.servers:
+        raise InputError(
+            f"found the schedule {schedule.mode}, expected servers on all workers, as plans have them: leave it out"
+        )
     return {"delay": delay_spec(delay_of(schedule))}
 
 
@@ -134,7 +147,7 @@ def describe(plan: Plan) -> PlanWords | None:
 
 def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]:
     """Return what merging or selecting saves in every push, and the times of each bucket's push and pull."""
-    load = StepWork.of(problem, schedule)
+    load = _work(problem, schedule)
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], problem.push.curve)
 
     reasons = []

@@ -186,6 +186,7 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["explain", "p.json", "--html", "./p.json"], "--html: found ./p.json, which is another file of this command"),
     (["explain", "p.json", "--html", "x", "--trace", "x"], "--html: found x, which is another file of this command"),
     (["explain", "p.json", "--measured", "m.json"], "--measured: found neither --trace nor --html; expected one"),
+    (["run", "job.py:job", "--lr-schedule", "warm:3"], "--lr-schedule: found 'warm:3', expected scale:BATCH, warmup"),
     (["run", "absent.py:job", "--steps", "0"], "--steps: found 0, expected at least 1"),
 ]
 

@@ -44,7 +44,17 @@ def test_one_plan_of_three_profiles(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert parse_plan(plan.to_document()) == plan
     document = run_json(capsys, "optimize", *paths, "--epochs", "13,11,3", "--steps-per-epoch", "10", "-o", output)
     assert len(document["phases"]) == 3
-    with pytest.raises(InputError, match="found a plan in 3 phases, expected one with buckets"):
+    assert [load_plan(f"{output}@{number}") for number in range(3)] == [phase.plan for phase in plan.phases]
+    assert run_json(capsys, "explain", f"{output}@1")["buckets"] == plan.phases[1].plan.to_document()["buckets"]
+    for wrong, found in ((f"{output}@3", "expected a phase from 0 to 2"), (f"{paths[0]}@0", "found schema")):
+        with pytest.raises(InputError, match=found):
+            load_plan(wrong)
+    alone[0].save(tmp_path / "alone.json")
+    with pytest.raises(InputError, match="found a plan in 0 phases, expected one in phases"):
+        load_plan(tmp_path / "alone.json@0")
+    (tmp_path / "odd@1").write_text((tmp_path / "alone.json").read_text("utf-8"), "utf-8")
+    assert load_plan(tmp_path / "odd@1").phases is None  # a file of that name
+    with pytest.raises(InputError, match=r"found a plan in 3 phases, expected one with buckets; name one phase"):
         from_phases(output)
 
 

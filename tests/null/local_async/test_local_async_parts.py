@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from examples import digits
@@ -21,6 +23,7 @@ from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import LocalJob, Part, PartSampler, batches_of, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell
 from runtime.local_async.preparing import mps_note, mps_runs
+from runtime.local_async.races import Races, add_to_probe, count_races, probe_places
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory
 from runtime.plan import LocalAsyncSpec
@@ -145,6 +148,43 @@ def test_buffers_that_a_forward_replaces_are_shared_again() -> None:
     assert torch.equal(place, torch.full((4,), 9.0))
 
 
+@given(some.lists(some.sampled_from("AaBb"), max_size=24))
+def test_lost_additions_are_counted_exactly(events: list[str]) -> None:
+    """Two updaters read (A, B) and write (a, b) the elements of their halves: additions that overlap are lost."""
+    layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)))
+    places = {"a": probe_places(layout), "b": probe_places(layout, ["1.weight", "1.bias"])}
+    probe, read, done = torch.zeros(17, dtype=torch.int32), dict[str, Tensor](), {"a": 0, "b": 0}
+    kept = torch.zeros(17, dtype=torch.int64)  # additions that are in the probe, by following each
+    seen: dict[str, Tensor] = {}
+    for event in events:
+        if event.isupper():
+            read[event.lower()], seen[event.lower()] = probe.clone(), kept.clone()
+        elif event in read:
+            for place in places[event]:
+                probe[place] = (read[event] + 1)[place]
+                kept[place] = (seen[event] + 1)[place]
+            del read[event]
+            done[event] += 1
+    found = count_races(probe, [(places[one], done[one]) for one in "ab"])
+    assert found.additions == 17 * done["a"] + 9 * done["b"]
+    assert found.lost == found.additions - int(kept.sum())
+
+
+def test_the_probe_of_a_large_model_is_shared_out_by_elements() -> None:
+    layout = Layout.of(nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 2, bias=False)))
+    assert layout.probe_elements == 2**16
+    (whole,) = probe_places(layout)
+    (first,), (last,) = probe_places(layout, ["0.weight", "0.bias"]), probe_places(layout, ["1.weight"])
+    assert (whole.start, whole.stop) == (first.start, last.stop) == (0, 2**16)
+    assert first.stop == last.start == round(2**16 * 120_300 / 120_900 - 0.5)
+    probe = torch.zeros(2**16, dtype=torch.int32)
+    add_to_probe(probe, [whole])
+    add_to_probe(probe, [last])
+    assert count_races(probe, [([whole], 1), ([last], 1)]) == Races(
+        additions=2**16 + last.stop - last.start, lost=0, worst=0.0
+    )
+
+
 def test_layouts_of_other_models_are_told_apart() -> None:
     layout = Layout.of(nn.Linear(3, 2))
     assert layout.difference(Layout.of(nn.Linear(3, 2))) is None
@@ -156,14 +196,17 @@ def test_layouts_of_other_models_are_told_apart() -> None:
 
 def test_parts_of_the_data_share_nothing_and_leave_nothing_out() -> None:
     samplers = [PartSampler(23, Part(index, 4, seed=3)) for index in range(4)]
-    parts = [list(sampler) for sampler in samplers]
-    assert sorted(number for part in parts for number in part) == list(range(23))
-    assert {len(part) for part in parts} == {5, 6} == {len(sampler) for sampler in samplers}
-    assert parts[0] == list(samplers[0])
-    samplers[0].set_epoch(1)
-    assert list(samplers[0]) != parts[0]
-    assert sorted(samplers[0]) == sorted(parts[0])
-    assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(parts[0])
+    passes = []
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        parts = [list(sampler) for sampler in samplers]
+        assert sorted(number for part in parts for number in part) == list(range(23))
+        assert {len(part) for part in parts} == {5, 6} == {len(sampler) for sampler in samplers}
+        assert parts[0] == list(samplers[0])
+        passes.append(parts)
+    assert len({tuple(sorted(parts[0])) for parts in passes}) == 3  # drawn again in each pass
+    assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(passes[0][0])
     with pytest.raises(InputError, match="found 3 samples for 4 updaters"):
         PartSampler(3, Part(0, 4))
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from planner.cost.ssd import Terms, mean_step_us
 from planner.decide.simulate import idle_us
 from planner.decide.strategies import make_schedule
+from planner.emit.lower import lower
 from planner.ir import Schedule
 from planner.model.delay import (
     WORK,
@@ -32,6 +33,7 @@ from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.verify import VerifyError, verify
+from runtime.errors import InputError
 
 STEPS = st.integers(1, 5)
 
@@ -346,6 +348,24 @@ def test_several_dtypes_are_pushed_one_by_one() -> None:
     assert load.pull_us == load.push_us
 
 
+def test_fewer_servers_receive_and_update_accordingly_more() -> None:
+    """Fig. 6 of the paper: of 4 workers 2 or 1 are servers; the start-up of a message stays."""
+    problem = make(profile_document([(10, 1.0), (20, 1.0)], update_us=8.0), cluster_document((100.0, 1.0)))
+    schedule = Schedule.from_boundaries([2])
+    works = {servers: StepWork.of(problem, schedule, servers=servers) for servers in (0, 4, 2, 1)}
+    assert works[0] == works[4]
+    assert [works[servers].push_us for servers in (4, 2, 1)] == [(50.0 + 60.0 * load,) for load in (1, 2, 4)]
+    assert [works[servers].pull_us for servers in (4, 2, 1)] == [(50.0 + 60.0 * load,) for load in (1, 2, 4)]
+    assert [works[servers].owner_us for servers in (4, 2, 1)] == [2.0, 4.0, 8.0]
+    names = ("ssd:2", "ssd:2:4", "ssd:2:2", "ssd:2:1")
+    whole, four, two, one = (step_us(problem, make_schedule(problem, name)) for name in names)
+    assert whole == four < two < one
+    with pytest.raises(InputError, match="ssd with 5 servers, expected at most"):
+        make_schedule(problem, "ssd:2:5")
+    with pytest.raises(InputError, match="delay k=2 servers=2, expected servers on all workers"):
+        lower(problem, make_schedule(problem, "ssd:2:2"))
+
+
 # The schedule
 
 
@@ -353,6 +373,9 @@ def test_text_form_of_a_delay() -> None:
     schedule = Schedule(buckets=Schedule.from_boundaries([2]).buckets, mode=Delayed(3))
     assert str(schedule) == "delay k=3\n[0-1] all_reduce/library none"
     assert parse_schedule(str(schedule)) == schedule
+    fewer = replace(schedule, mode=Delayed(3, servers=2))
+    assert str(fewer).startswith("delay k=3 servers=2\n")
+    assert parse_schedule(str(fewer)) == fewer
 
 
 def test_delay_is_for_relaxed_schedules_whose_buckets_can_be_pushed() -> None:
