@@ -286,7 +286,7 @@ def _start_parts(
     ranks, rank = range(world.ranks), world.rank
     bounds = [[numel * end // world.ranks for end in (*ranks, world.ranks)] for numel in numels]
     shapes = [(of[r + 1] - of[r],) if shape is None else shape for of in bounds for r in ranks]
-    parts = [
+    parts: list[Any] = [
         _sliced(item, of[r], of[r + 1]) if r == rank else None
         for item, of in zip(tensors, bounds, strict=True)
         for r in ranks
