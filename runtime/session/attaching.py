@@ -85,8 +85,8 @@ def attach(
             LOCAL_WORLD_SIZE), or the machines' names.
         weight: returns the number of samples or tokens of this rank in the next backward, in place of
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
-        residual_unit: what lossy buckets hold back: `"gradient"`, or `"update"`, gradients times their learning rate, as
-            LAGS-SGD's Algorithm 1. Both are the same for a constant rate.
+        residual_unit: what lossy buckets hold back, `"gradient"`; or `"update"`, gradients times their learning rate,
+            as in Algorithm 1 of LAGS-SGD. Both are the same for a constant rate.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
