@@ -21,6 +21,7 @@ import runtime
 from examples import charlm
 from examples.digits import ResNet20, batch, loss, test_accuracy
 from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.core.options import ResidualUnit
 from runtime.plan import Plan
 
 RANKS = 2
@@ -120,6 +121,7 @@ def learn(
     make_plan: Callable[[nn.Module, torch.optim.Optimizer], Plan],
     then: tuple[float, Callable[[nn.Module], Plan]] | None = None,
     losses: list[float] | None = None,
+    residual_unit: ResidualUnit = "gradient",
 ) -> tuple[nn.Module, runtime.Session]:
     """Trains once on this rank, with a cosine schedule; the session is still attached.
 
@@ -129,12 +131,16 @@ def learn(
         make_plan: may also change the optimizer to what the plan needs.
         then: after this share of the steps, another plan.
         losses: gets this rank's loss of every step.
+        residual_unit: as for `attach`.
     """
     torch.manual_seed(seed)
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False, timeout_s=TIMEOUT_S)
+    plan = make_plan(model, optimizer)
+    session = runtime.attach(
+        model, optimizer, plan, drift=False, timeout_s=TIMEOUT_S, residual_unit=residual_unit
+    )  # fmt: skip
     if then is not None:
         session.switch(then[1](model), at_step=round(then[0] * task.steps))
     for step in range(task.steps):

@@ -1,4 +1,4 @@
-"""The pictures of the documents: the page of `planner explain` as PNG, its figures as SVG, and bars of measured steps.
+"""The pictures of the documents: the page of `planner explain` as PNG, its figures as SVG, and bars of steps.
 
     python -m benchmarks.pictures             # all, into docs/pictures
     python -m benchmarks.pictures timeline    # some
@@ -14,7 +14,7 @@ import base64
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import planner
-from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
+from benchmarks.bars import PREDICTED, measured, stacked_bars
 from planner.report.page import page_text
 from planner.traces.explain import explain_run
 from planner.traces.of_ranks import read_run
@@ -94,41 +94,6 @@ PICTURES: dict[str, Picture | TracedPicture] = {
 BARS, REHEARSALS = "bars", ROOT / "benchmarks" / "results" / "rehearsal.jsonl"
 """The picture of DDP and a plan, and the measurements that it shows one of."""
 CELL, TITLE = "googlenet@8x1@10gbit", "One training step of GoogLeNet on 8 machines, 10 Gbit/s Ethernet"
-BAR_PX, LEFT_PX, SCALE_PX = 46, 130, 640
-COLORS = {"computation": "#4c78a8", "waiting for gradients": "#f58518"}
-
-
-def bars(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return two bars, DDP's step and the plan's, each of computation and of waiting, as SVG.
-
-    Args:
-        rows: of a rehearsal.
-    """
-    measured_ms = {row["name"]: row["median_us"] / 1e3 for row in rows if row["median_us"] is not None}
-    computed_ms, steps_ms = measured_ms[NO_COMMUNICATION], [measured_ms[DDP], measured_ms[PLAN]]
-    scale = SCALE_PX / max(steps_ms)
-
-    def text(x: float, y: float, words: str, more: str = "") -> str:
-        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
-
-    parts = [text(20, 34, TITLE, 'font-size="20" font-weight="bold"')]
-    for row, (name, step_ms) in enumerate(zip(("DDP", "planner"), steps_ms, strict=True)):
-        top, x = 58 + row * (BAR_PX + 16), float(LEFT_PX)
-        parts.append(text(20, top + 30, name))
-        for part_ms, color in zip((computed_ms, step_ms - computed_ms), COLORS.values(), strict=True):
-            parts.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{scale * part_ms:.1f}" height="{BAR_PX}" fill="{color}"/>'
-            )
-            x += scale * part_ms
-        parts.append(text(x + 12, top + 30, f"{step_ms:.0f} ms", 'font-weight="bold"'))
-    x, low = float(LEFT_PX), 58 + 2 * (BAR_PX + 16) + 6
-    for name, color in COLORS.items():
-        parts += [f'<rect x="{x:.0f}" y="{low}" width="16" height="16" fill="{color}"/>', text(x + 24, low + 14, name)]
-        x += 190
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{low + 36}" font-family="sans-serif"'
-    return "\n".join(
-        [f'{head} font-size="18">', '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""]
-    )
 
 
 def png(page: Any) -> bytes:
@@ -157,21 +122,29 @@ def svg(page: Any, picture: Picture | TracedPicture, end_ms: float | None) -> by
     return f"{text}\n".encode()
 
 
+def draw(name: str, text: str) -> None:
+    """Write a picture, and say so."""
+    (FOLDER / f"{name}.svg").write_text(text, encoding="utf-8")
+    print(f"wrote {(FOLDER / name).relative_to(ROOT)}.svg")
+
+
 def main() -> int:
     """Draws, and says what was written."""
     parser = argparse.ArgumentParser(description="The pictures of the documents.")
-    known = [BARS, *PICTURES]
+    known = [BARS, *PREDICTED, *PICTURES]
     parser.add_argument("names", nargs="*", choices=[[], *known], metavar="NAME", help=", ".join(known))
     parser.add_argument("--traces", type=Path, help="folder of the public traces; default: those pictures are left out")
     asked = parser.parse_args()
     TracedPicture.folder = asked.traces or Path()
-    names = asked.names or [BARS, *(n for n in PICTURES if asked.traces or isinstance(PICTURES[n], Picture))]
+    shown = [name for name in PICTURES if asked.traces or isinstance(PICTURES[name], Picture)]
+    names = asked.names or [BARS, *PREDICTED, *shown]
     if BARS in names:
         records = map(json.loads, REHEARSALS.read_text(encoding="utf-8").splitlines())
         rows = next(record["rows"] for record in records if record["cell"] == CELL)
-        (FOLDER / f"{BARS}.svg").write_text(bars(rows), encoding="utf-8")
-        print(f"wrote {(FOLDER / BARS).relative_to(ROOT)}.svg")
-    if not (names := [name for name in names if name != BARS]):
+        draw(BARS, stacked_bars(TITLE, measured(rows)))
+    for name in PREDICTED.keys() & set(names):
+        draw(name, PREDICTED[name]())
+    if not (names := [name for name in names if name in PICTURES]):
         return 0
     sys.path.insert(0, str(ROOT / "tests" / "browser"))
     from chromium import chromium_page

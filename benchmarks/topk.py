@@ -2,6 +2,7 @@
 
     python -m benchmarks.topk             # prints a table; exit code 1 where a limit is passed
     python -m benchmarks.topk --quick     # fewer sizes and rounds
+    python -m benchmarks.topk --sizes --output docs/results/selection.md   # over the sizes of Fig. 6 of MSTopK-SGD
 
 The obvious way: `acc = residual + gradient; torch.topk(acc.abs(), k)`, gather the values, set them to zero. Each round
 times every contestant once, in turn, by the processor's time of the thread; a ratio is the median over rounds of the
@@ -19,16 +20,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from benchmarks.marked import write_part
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 
 SIZES, DENSITIES, DATA = (1_000_000, 5_000_000, 25_000_000), (0.001, 0.01), ("normal", "steady")
+FIGURE_SIZES = tuple(250_000 * 2**power for power in range(10))
+"""Of Fig. 6 of MSTopK-SGD (CommLib, MLSys 2021): 0.25 to 128 million elements."""
 LIMIT = 3.0
 """How many times faster than the obvious way `exact` has to be for the most elements at the least density."""
 
@@ -141,13 +146,37 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def by_size(rows: list[Row]) -> str:
+    """Markdown: milliseconds, a row for each size, a column for each way."""
+    ways = list(dict.fromkeys(row.contestant for row in rows))
+    lines = [f"| elements | {' | '.join(ways)} |", "| --: " * (1 + len(ways)) + "|"]
+    for elements in dict.fromkeys(row.elements for row in rows):
+        times = {row.contestant: row.time_ms for row in rows if row.elements == elements}
+        lines.append(f"| {elements / 1e6:g} M | {' | '.join(f'{times[way]:,.2f}' for way in ways)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Measures and prints; 1 where a limit is passed."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one and 25 million elements, normal data, three rounds")
     parser.add_argument("--rounds", type=int, default=7, help="how often each way is timed")
+    parser.add_argument("--sizes", nargs="*", type=int, default=None, help="elements; default: of Fig. 6, at 0.1 %%")
+    parser.add_argument("--output", type=Path, help="a document whose table of sizes is rewritten")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    stamp = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, torch {torch.__version__}, one thread"
+    if options.sizes is not None:
+        found = [
+            row
+            for elements in options.sizes or FIGURE_SIZES
+            for row in measure(elements, DENSITIES[0], DATA[0], options.rounds)
+        ]
+        text = f"{by_size(found)}\n\n{stamp}"
+        print(text)
+        if options.output is not None:
+            write_part(options.output, "sizes", text)
+        return 0
     sizes, kinds, rounds = (SIZES[::2], DATA[:1], 3) if options.quick else (SIZES, DATA, options.rounds)
     rows = [
         row
@@ -157,7 +186,7 @@ def main() -> int:
         for row in measure(elements, density, data, rounds)
     ]
     print(table(rows))
-    print(f"\n{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, torch {torch.__version__}, one thread")
+    print(f"\n{stamp}")
     judged = [r for r in rows if (r.elements, r.density, r.contestant) == (SIZES[-1], DENSITIES[0], "exact")]
     return int(any(row.ratio < LIMIT for row in judged))
 

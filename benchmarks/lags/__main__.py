@@ -6,6 +6,8 @@ python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: secon
 python -m benchmarks.lags --part measured  # Eq. 20 against emulated hosts: minutes; as root
 python -m benchmarks.lags --part accuracy --scale 0.1
 python -m benchmarks.lags --part first_dense --results runs.jsonl   # after dense steps; goes on where it was stopped
+python -m benchmarks.lags --part methods --results methods.jsonl       # dense, SLGS and LAGS by Eq. 19; δ by layer
+python -m benchmarks.lags --part selectors --results selectors.jsonl   # mstopk and sampled against exact top-k
 """
 
 from __future__ import annotations
@@ -70,15 +72,29 @@ def _first_dense(options: argparse.Namespace) -> list[str]:
     return _trained(options, accuracy.FIRST_DENSE)
 
 
+def _methods(options: argparse.Namespace) -> list[str]:
+    found = _outcomes(options, accuracy.METHODS)
+    what = "δ of LAGS with Eq. 19's ratios, median by layer and part of the steps:"
+    return [*accuracy.lines(found), "", what, "", *accuracy.curve_lines(found, "LAGS, Eq. 19")]
+
+
+def _selectors(options: argparse.Namespace) -> list[str]:
+    return _trained(options, accuracy.SELECTORS)
+
+
 def _trained(options: argparse.Namespace, ways: Iterable[str]) -> list[str]:
-    found = outcomes(
+    return list(accuracy.lines(_outcomes(options, ways)))
+
+
+def _outcomes(options: argparse.Namespace, ways: Iterable[str]) -> list[accuracy.Sampled]:
+    return outcomes(
         accuracy.train, accuracy.Sampled, options.tasks, list(ways), options.seeds, options.scale, options.results
     )  # fmt: skip
-    return list(accuracy.lines(found))
 
 
 WRITERS = {
-    "order": _order, "bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense
+    "order": _order, "bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense,
+    "methods": _methods, "selectors": _selectors,
 }  # fmt: skip
 
 

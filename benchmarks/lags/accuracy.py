@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.lags.ratios import MAX_RATIO, eq19
 from benchmarks.learning import Outcome, Task, learn
 from runtime.checks.plan import trainable_parameters
+from runtime.core.options import ResidualUnit
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
+from runtime.sparse import guard
 from runtime.sparse.samples import SelectionSample
 
 TASKS = ("digits, ResNet-20", "characters, GPT", "characters, LSTM")
+
+
+LAYERS, SLGS, EQ19 = "layers", "slgs", "eq19"
+"""The density in each layer; in one bucket of all gradients; ratios by Eq. 19, up to its inverse."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,9 @@ class Way:
     """None: everything."""
     dense: float = 0.0
     """Share of the steps before it in which everything travels."""
+    rule: str = LAYERS
+    selector: str = "exact"
+    unit: ResidualUnit = "gradient"
 
 
 DENSE = "dense"
@@ -41,33 +51,74 @@ FIRST_DENSE = {
     "1 % after two thirds": Way(0.01, dense=2 / 3),
 }
 """Everything travels at first."""
+METHODS = {
+    DENSE: WAYS[DENSE],
+    "SLGS": Way(1 / MAX_RATIO, rule=SLGS),
+    "LAGS, Eq. 19": Way(1 / MAX_RATIO, rule=EQ19),
+    "LAGS, residuals α·g": Way(1 / MAX_RATIO, rule=EQ19, unit="update"),
+}
+"""As the paper trains them."""
+SELECTORS = {
+    DENSE: WAYS[DENSE],
+    "top-k, 1 %": WAYS["1 %"],
+    "mstopk, 1 %": Way(0.01, selector="mstopk"),
+    "sampled, 1 %": Way(0.01, selector="sampled"),
+}
+"""Approximate selections against the exact one."""
+ALL = {**WAYS, **FIRST_DENSE, **METHODS, **SELECTORS}
+SAMPLED_STEPS = 5
+"""Steps from one sampled bucket to the next, for δ by layer."""
+PARTS = 5
+"""Equal parts of the steps in a curve of δ."""
 FEWEST_ELEMENTS = 1000
 """Smaller gradients travel whole."""
 
 
-def plan_of(model: nn.Module, way: Way = WAYS[DENSE]) -> Plan:
-    """One bucket for each layer's weights, with so many of their elements, and the rest in whole."""
+def plan_of(model: nn.Module, way: Way = WAYS[DENSE], ratios: Mapping[str, int] | None = None) -> Plan:
+    """One bucket for each layer's weights, with so many of their elements, and the rest in whole; of SLGS one for all.
+
+    Args:
+        model: what is trained.
+        way: how.
+        ratios: k by gradient in place of the density; those that are not named are sent whole.
+    """
     names = list(reversed(trainable_parameters(model)))
     return Plan(
         model=ModelReference(name=type(model).__name__),
         world=PlanWorld(ranks=dist.get_world_size()),
         accuracy="exact" if way.density is None else "bounded",
-        buckets=tuple(_buckets(model, names, way.density)),
+        buckets=tuple(_buckets(names, way, selected(model, way) if ratios is None else ratios)),
     )
 
 
-def _buckets(model: nn.Module, names: list[str], density: float | None) -> Iterator[PlanBucket]:
-    parameters = trainable_parameters(model)
+def selected(model: nn.Module, way: Way) -> dict[str, int]:
+    """k of each gradient that is not sent whole, at the way's density: of matrices that are not small."""
+    if way.density is None:
+        return {}
+    found = {name: parameter.numel() for name, parameter in matrices(model).items()}
+    return {name: max(1, round(way.density * numel)) for name, numel in found.items()}
+
+
+def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights of which elements are selected."""
+    found = trainable_parameters(model)
+    return {name: p for name, p in found.items() if p.dim() >= 2 and p.numel() >= FEWEST_ELEMENTS}
+
+
+def _buckets(names: list[str], way: Way, ks: Mapping[str, int]) -> Iterator[PlanBucket]:
+    if way.rule == SLGS:
+        spec = CompressorSpec(name="topk", selector=way.selector, density=way.density)
+        yield PlanBucket(gradients=tuple(names), collective="sparse", algorithm="flat", compressor=spec)
+        return
     whole: list[str] = []
     for name in names:
-        if density is None or parameters[name].dim() < 2 or parameters[name].numel() < FEWEST_ELEMENTS:
+        if name not in ks:
             whole.append(name)
             continue
         if whole:
             yield PlanBucket(gradients=tuple(whole))
             whole = []
-        k = max(1, round(density * parameters[name].numel()))
-        spec = CompressorSpec(name="topk", selector="exact", k={layer_of(name): k})
+        spec = CompressorSpec(name="topk", selector=way.selector, k={layer_of(name): ks[name]})
         yield PlanBucket(gradients=(name,), collective="sparse", algorithm="flat", compressor=spec)
     if whole:
         yield PlanBucket(gradients=tuple(whole))
@@ -79,20 +130,32 @@ class Sampled(Outcome):
 
     deltas: Sequence[float]
     """Every sampled δ, of all buckets."""
+    curve: Sequence[tuple[str, float, float]] = ()
+    """(first gradient of a bucket, share of the steps, δ), where buckets are sampled often."""
 
 
 def train(task: Task, seed: int, way: str) -> Sampled:
     """One run on this rank."""
-    chosen = {**WAYS, **FIRST_DENSE}[way]
+    chosen = ALL[way]
+    if way in METHODS:
+        guard.FEWEST_STEPS, guard.COST = SAMPLED_STEPS, 1.0
 
     def make_plan(model: nn.Module, _: torch.optim.Optimizer) -> Plan:
+        if chosen.rule == EQ19:
+            return plan_of(model, chosen, eq19(task, model, list(matrices(model))))
         return plan_of(model) if chosen.dense else plan_of(model, chosen)
 
     then = (chosen.dense, lambda model: plan_of(model, chosen)) if chosen.dense else None
-    model, session = learn(task, seed, make_plan, then)
-    deltas = tuple(one.figure for of in session.samples.values() for one in of if isinstance(one, SelectionSample))
+    model, session = learn(task, seed, make_plan, then, residual_unit=chosen.unit)
+    curve = [
+        (session.plan.buckets[index].gradients[0], one.step / task.steps, one.figure)
+        for index, of in session.samples.items()
+        for one in of
+        if isinstance(one, SelectionSample)
+    ]
     session.detach()
-    return Sampled(task.name, seed, way, task.metric(model), deltas)
+    deltas = tuple(figure for *_, figure in curve)
+    return Sampled(task.name, seed, way, task.metric(model), deltas, tuple(curve) if way in METHODS else ())
 
 
 def lines(outcomes: list[Sampled]) -> Iterator[str]:
@@ -112,3 +175,18 @@ def lines(outcomes: list[Sampled]) -> Iterator[str]:
             )
             spread = f"{min(o.metric for o in found):.4f} to {max(o.metric for o in found):.4f}"
             yield f"| {name} | {way} | {mean:.4f} ({spread}) | {mean / dense - 1.0:+.2%} | {sampled} |"
+
+
+def curve_lines(outcomes: list[Sampled], way: str) -> Iterator[str]:
+    """One row per task and layer: the median of δ over seeds in each part of the steps."""
+    yield f"| task, layer | {' | '.join(f'to {part / PARTS:.0%}' for part in range(1, PARTS + 1))} |"
+    yield "| --- " + "| --: " * PARTS + "|"
+    for name in dict.fromkeys(outcome.task for outcome in outcomes):
+        points = [point for o in outcomes if (o.task, o.way) == (name, way) for point in o.curve]
+        for layer in dict.fromkeys(point[0] for point in points):
+            parts: list[list[float]] = [[] for _ in range(PARTS)]
+            for of, share, figure in points:
+                if of == layer:
+                    parts[min(PARTS - 1, int(share * PARTS))].append(figure)
+            cells = " | ".join(f"{statistics.median(part):.2f}" if part else "" for part in parts)
+            yield f"| {name}: {layer.removesuffix('.weight')} | {cells} |"

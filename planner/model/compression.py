@@ -38,6 +38,22 @@ _BIAS = re.compile(r"(.*[._])?bias(_.*)?")
 _NORM = re.compile(r"(.*[._0-9])?(bn|ln|norm|layernorm|batchnorm|groupnorm|rmsnorm)[_0-9a-z]*")
 
 
+USUAL_STEPS = 100_000
+"""Steps of a run for which a ratio is named."""
+
+
+def steps_of_ratio(ratio: float) -> float:
+    """Return the number of steps T from which on c_max³/T, the second term of LAGS-SGD's convergence bound (Eq. 18), is
+    at most 1: before, the ratio c_max bounds the convergence and not the first term, 1/√T.
+    """
+    return ratio**3
+
+
+def ratio_of_steps(steps: float) -> float:
+    """Return the largest ratio for which a run has enough steps, the inverse of `steps_of_ratio`."""
+    return max(1.0, math.cbrt(steps))
+
+
 def check_max_ratio(value: float, where: str = "--max-ratio") -> float:
     """Return a largest ratio. Raises InputError where it is none."""
     if not (math.isfinite(value) and 1.0 <= value <= MAX_RATIO):

@@ -28,7 +28,7 @@ from planner.report.page import page_text
 from planner.report.tables import print_plan
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World, deadlines
-from runtime.core.options import AttachOptions
+from runtime.core.options import AttachOptions, ResidualUnit
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.plan import Accuracy, Plan, load_plan
 from runtime.plan.files import write_text
@@ -193,6 +193,7 @@ def attach(
     guard: bool = True,
     mesh: DeviceMesh | None = None,
     weight: Callable[[], float] | None = None,
+    residual_unit: ResidualUnit = "gradient",
 ) -> PlannedSession:
     """Make `backward()` of a plain model exchange its gradients by a plan, which is given or found in the run.
 
@@ -230,6 +231,7 @@ def attach(
         mesh: the ranks as rows of nodes; default: what torchrun reports, or the machines' names.
         weight: returns the number of samples or tokens of this rank in the next backward, in place of
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
+        residual_unit: what lossy buckets hold back: gradients, or `"update"`, gradients times their learning rate.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns. `session.explain()` reports what
@@ -249,7 +251,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, residual_unit=residual_unit,
     )  # fmt: skip
     if plan is not None:
         loaded = plan

@@ -25,8 +25,10 @@ from runtime.comm.world import World
 from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
 from runtime.core.options import AttachOptions
 from runtime.errors import InputError
+from runtime.optimizers.kinds import inner_optimizers
 from runtime.plan import Plan
 from runtime.plan.names import canonical_name, fingerprint
+from runtime.sparse.learning_rate import check_residual_unit
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ def check_attach(
             yield check_optimizer(plan, optimizer, facts.parameters)
         if scale is not None and not callable(scale):
             yield f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
+        yield check_residual_unit(options.residual_unit, inner_optimizers(optimizer))
+        if plan is not None and options.residual_unit == "update":
+            yield asked_modes(plan)[0].residual_reason
         if options.weight is not None:
             weight = cast(object, options.weight)
             if not callable(weight):

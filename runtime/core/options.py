@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+ResidualUnit = Literal["gradient", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +28,8 @@ class AttachOptions:
     guard: bool = True
     mesh: DeviceMesh | None = None
     weight: Callable[[], float] | None = None
+    residual_unit: ResidualUnit = "gradient"
+    learning_rate: Callable[[], float] | None = None
+    """Learning rate of the next update, in any unit, if residuals are in units of updates."""
     communicate: bool = True
     """Whether gradients are exchanged; with False everything else happens."""

@@ -63,6 +63,10 @@ class Delayed(Mode, StepHooks):
         "the session has a delay, so that ranks have weights of their own; expected one without: attach an exact plan, "
         "and name the one with a delay in this call"
     )
+    residual_reason = (
+        'residual_unit: found "update" and a plan with a delay, whose servers keep momenta of gradients; expected '
+        '"gradient": leave it out, or use a plan with delay null'
+    )
     weight_reason = (
         "the plan has a delay, whose servers add up what ranks push at unlike times, so that ranks have no weights; "
         "expected delay null: plan with `--accuracy exact` or `bounded`, or give no weights"

@@ -111,6 +111,8 @@ class Mode:
     """Reason why a run that has begun cannot switch to it; None: it can."""
     aside_reason: ClassVar[str | None] = None
     """Reason why nothing else may train the model while the session is put aside; None: it may."""
+    residual_reason: ClassVar[str | None] = None
+    """Why residuals are no updates (`residual_unit`); None: they may be."""
     weight_reason: ClassVar[str | None] = None
     """Reason why ranks cannot have weights; None: they can."""
     sends: ClassVar[str | None] = None
@@ -153,7 +155,8 @@ class Mode:
         """
         plan, host = self.synchronous_plan, self.host
         world, scale = host.world, host.options.loss_scale
-        carried = ErrorFeedbackState(loss_scale=scale, parameters=host.parameters)
+        rate = host.options.learning_rate
+        carried = ErrorFeedbackState(loss_scale=scale, parameters=host.parameters, learning_rate=rate)
         buckets: list[BucketBuffer] = []
         communicator: Communicator = NullCommunicator()
         if host.options.communicate and not has_phases(plan):
@@ -162,7 +165,7 @@ class Mode:
         # One rank alone has no buckets: its `.grad`s are averages already.
         if world.ranks > 1 or not host.options.communicate:
             buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
-            carried = ErrorFeedbackState(buckets, lossy, scale)
+            carried = ErrorFeedbackState(buckets, lossy, scale, learning_rate=rate)
         exact = plan.accuracy == "exact"
         launcher = AllReduce(buckets, flags, communicator, carried, host.recorder, exact=exact)
         return Exchange(plan, host.parameters, buckets, launcher, carried, host.recorder)

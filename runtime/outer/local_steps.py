@@ -72,6 +72,10 @@ class Outer(Mode, StepHooks):
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
         "plan, and name the one with outer steps in this call"
     )
+    residual_reason = (
+        'residual_unit: found "update" and a plan with outer steps, whose workers send differences of weights; '
+        'expected "gradient": leave it out, or use a plan with outer null'
+    )
     weight_reason = (
         "the plan has outer steps, between which workers train alone, so that ranks have no weights; expected outer "
         "null: plan with `--accuracy exact` or `bounded`, or give no weights"

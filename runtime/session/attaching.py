@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,12 +19,13 @@ from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.core.members import exchanged_buffers, exchanged_parameters
-from runtime.core.options import AttachOptions
+from runtime.core.options import AttachOptions, ResidualUnit
 from runtime.errors import InputError, PlanMismatch
 from runtime.monitor.drift import warn_of_torch
 from runtime.optimizers.kinds import inner_optimizers
 from runtime.plan import Plan, load_plan
 from runtime.session.session import Session, attached
+from runtime.sparse.learning_rate import learning_rate
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def attach(
     guard: bool = True,
     mesh: DeviceMesh | None = None,
     weight: Callable[[], float] | None = None,
+    residual_unit: ResidualUnit = "gradient",
 ) -> Session:
     """Make `backward()` of a plain model exchange its gradients as the plan says.
 
@@ -83,6 +85,8 @@ def attach(
             LOCAL_WORLD_SIZE), or the machines' names.
         weight: returns the number of samples or tokens of this rank in the next backward, in place of
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
+        residual_unit: what lossy buckets hold back, `"gradient"`; or `"update"`, gradients times their learning rate,
+            as in Algorithm 1 of LAGS-SGD. Both are the same for a constant rate.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
@@ -96,7 +100,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, residual_unit=residual_unit,
     )  # fmt: skip
     return attach_as(Session, model, optimizer, plan, options)
 
@@ -151,6 +155,8 @@ def attach_as(
         if options.sync:
             followed = exchanged_buffers(model) if options.broadcast_buffers else []
             world.broadcast([*exchanged_parameters(model), *followed])
+        rate = learning_rate(options.residual_unit, inner_optimizers(optimizer))
+        options = replace(options, learning_rate=rate)
         session = kind(model, optimizer, adapted, world, options, facts.parameters)
         if whole is not None and whole.phases is not None:
             session._follow(whole.phases)

@@ -521,6 +521,7 @@ class Session:
                 or check_switch(loaded, at_step, self.step)
                 or check_backend(loaded, self._world, self._device)
                 or (asked_modes(loaded)[0].weight_reason if self._weights.wanted else None)
+                or (asked_modes(loaded)[0].residual_reason if self._options.learning_rate is not None else None)
             )
             if problem:
                 return None, problem

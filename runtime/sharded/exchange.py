@@ -23,6 +23,7 @@ from runtime.comm.collectives.direct import by_message
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
+from runtime.core.options import AttachOptions
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan, PlanBucket
@@ -41,10 +42,10 @@ class ReduceScatter(Launcher):
 
     def __init__(
         self, plan: Plan, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device,
-        loss_scale: Callable[[], float] | None = None,
+        options: AttachOptions,
     ) -> None:  # fmt: skip
         """Lay out memory for weights; of the plan's `buckets` every message is as long as `padded_length` says.
-        `loss_scale` gives the factor of the losses, where there is one.
+        `options`: of the session; residuals follow the loss scale and the learning rate.
         """
         self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
         self.communicator = make_communicator(world, [by_message] * len(buckets), device)
@@ -66,7 +67,7 @@ class ReduceScatter(Launcher):
         scratch = torch.empty(needed, dtype=torch.uint8, device=device)
         for part in self.parts:
             part.scratch = scratch
-        self.carried = ErrorFeedbackState(buckets, narrow, loss_scale)
+        self.carried = ErrorFeedbackState(buckets, narrow, options.loss_scale, learning_rate=options.learning_rate)
         self.usage = CarriedUsage(len(self.slots), world.ranks, device, self.parts, self.carried)
         buckets[-1].payload.messages = [*self.parts_of[-1], self.usage]
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}

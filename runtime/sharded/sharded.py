@@ -83,8 +83,7 @@ class Sharded(Mode):
         host = self.host
         length_of = partial(padded_length, host.world.ranks)
         buckets = make_plain_buckets(self.plan, host.parameters, length_of=length_of)
-        scale = host.options.loss_scale
-        launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, scale)
+        launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, host.options)
         return Exchange(self.plan, host.parameters, buckets, launcher, launcher.carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:

@@ -45,6 +45,7 @@ class ErrorFeedbackState(ErrorFeedback):
     def __init__(
         self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, ResidualBucket] = MappingProxyType({}),
         loss_scale: Callable[[], float] | None = None, parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        learning_rate: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         """Begin with residuals of zeros.
 
@@ -53,6 +54,8 @@ class ErrorFeedbackState(ErrorFeedback):
             lossy: the compressed ones, by index.
             loss_scale: returns the factor of the losses; None: they have none.
             parameters: of a rank alone, by name: pending residuals are added to their `.grad`.
+            learning_rate: returns the rate of the next update, in any unit: residual · rate stays what it is when the
+                rate changes. None: the residual does.
         """
         self._buckets = {bucket.index: bucket for bucket in buckets}
         self.lossy, self._parameters = lossy, parameters
@@ -61,6 +64,9 @@ class ErrorFeedbackState(ErrorFeedback):
         """
         self.steps = 0
         self._loss_scale, self._scale = loss_scale, 1.0
+        self._learning_rate = learning_rate
+        self._rate: float | None = None
+        """Rate of the residuals' unit; None: they have that of the next step."""
         self._read: float | None = None
         """The scale of this step's loss, where it has been asked for."""
 
@@ -74,16 +80,27 @@ class ErrorFeedbackState(ErrorFeedback):
 
     def begin(self) -> None:
         self._drop()
-        if self._loss_scale is None or not self.active:
+        if not self.active:
             return
-        if self._read is None:  # no forward of the model itself was seen
-            self.read_scale()
-        # Residuals are gradients of scaled losses, too.
-        scale, self._read = self._read or self._scale, None
-        if scale != self._scale:
+        factor, self._rate = self._since_rate()
+        if self._loss_scale is not None:
+            if self._read is None:  # no forward of the model itself was seen
+                self.read_scale()
+            # Residuals are gradients of scaled losses, too.
+            scale, self._read = self._read or self._scale, None
+            factor, self._scale = factor * scale / self._scale, scale
+        if factor != 1.0:
             for tensor in chain(*(lossy.feedback.memory() for lossy in self.lossy.values()), self._pending.values()):
-                tensor.mul_(scale / self._scale)
-            self._scale = scale
+                tensor.mul_(factor)
+
+    def _since_rate(self) -> tuple[float, float | None]:
+        """Return the factor that makes residuals gradients of the next step, and its rate."""
+        if self._learning_rate is None:
+            return 1.0, None
+        before, rate = self._rate, self._learning_rate()
+        if before is None:
+            return 1.0, rate
+        return (1.0, before) if rate == 0.0 else (before / rate, rate)  # with 0 no gradient makes an update
 
     def _drop(self) -> None:
         """Forget what a backward that was given up has begun to keep."""
@@ -143,14 +160,16 @@ class ErrorFeedbackState(ErrorFeedback):
         if not self.active:
             return {}
         kept = [lossy.feedback.residuals() for lossy in self.lossy.values()]
-        residuals = {name: part.clone() for parts in (*kept, self._pending) for name, part in parts.items()}
+        # As gradients of the next step: it has another rate where a scheduler has gone on.
+        factor, _ = self._since_rate()
+        residuals = {name: part * factor for parts in (*kept, self._pending) for name, part in parts.items()}
         state = {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
         starts = [lossy.feedback.starts() for lossy in self.lossy.values()]
         found = {name: start.clone() for parts in starts for name, start in parts.items()}
         return state | {"starts": found} if found else state
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
+        self.steps, self._scale, self._rate = state.get("steps", 0), state.get("loss_scale", 1.0), None
         self._drop()
         residuals: dict[str, Tensor] = {
             name: part.to(parameters[name].device)

@@ -316,6 +316,39 @@ def loss_scales() -> dict[str, bool]:
     return {"weights": equal(dict(model.named_parameters()), dict(plain.named_parameters()))}
 
 
+def updates_held_back() -> dict[str, bool]:
+    """Residuals in units of updates, as Algorithm 1 of LAGS-SGD: v = ε + α·g, ε = v − TopK(v), w −= mean of TopK(v);
+    powers of two, bit for bit; from a warm-up of 0 to a decay, saved after every step.
+    """
+    model, rates, results = convnet(), [0.0, 2.0**-6, 2.0**-5, 2.0**-5, 2.0**-7, 2.0**-8], {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=rates[0])
+    session = runtime.attach(model, optimizer, lossy(plan_of(model, 5), [TOPK]), residual_unit="update")
+    reference = Reference(model, session.plan)
+    for step, (rate, following) in enumerate(zip(rates, [*rates[1:], 2.0**-9], strict=True)):
+        updates = reference.step([{n: g * rate for n, g in of.items()} for of in everyones_gradients(model, step)])
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        train(model, optimizer, range(step, step + 1))
+        optimizer.param_groups[0]["lr"] = following
+        results[f"weights {step}"] = equal(dict(model.named_parameters()), {n: before[n] - updates[n] for n in before})
+        held = {name: part / following for name, part in reference.residuals[dist.get_rank()].items()}
+        results[f"residuals {step}"] = equal(carried(session), held)
+        saved = session.state_dict()
+        if step == 3:  # another session goes on
+            session.detach()
+            session = runtime.attach(model, optimizer, session.plan, residual_unit="update")
+            session.load_state_dict(saved)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5})
+    train(model, optimizer, range(1))
+    optimizer.param_groups[1]["lr"] = 0.25
+    found = raised(lambda: loss_of(model, 0).backward())
+    results["unlike groups"] = "expected all groups to change theirs by one factor" in found
+    optimizer.zero_grad()
+    session.detach()
+    found = raised(lambda: runtime.attach(model, None, session.plan, residual_unit="update"))
+    results["no optimizer"] = 'found "update" without an optimizer that has a learning rate' in found
+    return results
+
+
 def accumulated() -> dict[str, bool]:
     """Backwards in `no_sync` send nothing; the next one sends their sum."""
     model, optimizer, session = start([TOPK])
@@ -482,7 +515,7 @@ def other_dtypes() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
-        against_reference, not_finite, resumed, switched, other_ranks, narrowed, forgetful, loss_scales, accumulated,
-        unused, accumulated_elsewhere, other_dtypes, stale, late_and_unused,
+        against_reference, not_finite, resumed, switched, other_ranks, narrowed, forgetful, loss_scales,
+        updates_held_back, accumulated, unused, accumulated_elsewhere, other_dtypes, stale, late_and_unused,
     )
 }  # fmt: skip

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import planner
 import runtime
+from runtime.errors import InputError
 from runtime.optimizers import LAMB, LARS, LayerwiseOptimizer
 from runtime.optimizers.pto import parallel_tensor_op
 from runtime.plan import NormPlan, UpdatePlan
@@ -159,6 +160,51 @@ def operations() -> dict[str, bool]:
     }
 
 
+def elements() -> dict[str, bool]:
+    """Long tensors over ranks: elementwise results, one result for each part, pairs, fewer elements than ranks."""
+    tensors = [torch.arange(1.0 + size) for size in (10, 1, 0)] + [torch.arange(12.0).view(3, 4).t()]
+    roots = parallel_tensor_op(lambda own: [part.sqrt() for part in own], tensors, split="elements", shape=None)
+    pairs = parallel_tensor_op(
+        lambda own: [(a * b).double().sum() for a, b in own], [(one, one) for one in tensors], split="elements",
+        dtype=torch.float64,
+    )  # fmt: skip
+    alike = parallel_tensor_op(lambda own: [2 * own[0], 3 * own[1]], [tensors[0]] * 2, split="elements", shape=None)
+    wholes = parallel_tensor_op(lambda own: [tensor.neg() for tensor in own], tensors, shape=None)
+    return {
+        "elementwise": all(map(torch.equal, roots.wait_each(), (tensor.sqrt() for tensor in tensors))),
+        "a row for each part": pairs.wait().shape == (4, dist.get_world_size())
+        and pairs.wait().sum(1).tolist() == [float(tensor.double().square().sum()) for tensor in tensors],
+        "one tensor": torch.equal(alike.wait(), torch.stack([2 * tensors[0], 3 * tensors[0]])),
+        "whole tensors": all(map(torch.equal, wholes.wait_each(), (tensor.neg() for tensor in tensors))),
+    }
+
+
+def one_raises() -> dict[str, Any]:
+    """The last rank's operation raises: all ranks raise at once, and the next operation is as any other."""
+    last, tensors = dist.get_world_size() - 1, [torch.ones(9), torch.ones(4), torch.ones(5)]
+    begun = time.monotonic()
+
+    def failing(own: list[Tensor]) -> Tensor:
+        if dist.get_rank() == last:
+            raise InputError("no such norm")
+        return sums(own)
+
+    def sums(own: list[Tensor]) -> Tensor:
+        return torch.stack([tensor.sum() for tensor in own])
+
+    found = {
+        split: raised(lambda split=split: parallel_tensor_op(failing, tensors, split=split, timeout_s=60).wait())
+        for split in ("tensors", "elements")
+    }
+    after = parallel_tensor_op(sums, tensors, timeout_s=60).wait().tolist()
+    misfits = {
+        "split": raised(lambda: parallel_tensor_op(sums, tensors, split="layers")),  # type: ignore[arg-type]
+        "owners of elements": raised(lambda: parallel_tensor_op(sums, tensors, split="elements", owners=[0, 0, 0])),
+        "sizes": raised(lambda: parallel_tensor_op(sums, [(tensors[0], tensors[1])], split="elements")),
+    }
+    return {**found, **misfits, "after": after, "took_s": time.monotonic() - begun}
+
+
 def with_pto(plan: runtime.Plan, model: nn.Module, ranks: int) -> runtime.Plan:
     """The plan, with norms shared by turns."""
     names = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
@@ -279,7 +325,7 @@ def plan_misfits() -> dict[str, str]:
 def everything() -> dict[str, Any]:
     """All of the above in one start of processes."""
     checks: list[Callable[[], Any]] = [
-        *(bits_as_alone, states_know_nothing_of_it, shares, misfits, operations),
+        *(bits_as_alone, states_know_nothing_of_it, shares, misfits, operations, elements, one_raises),
         *(sessions, users_choice, plan_misfits, profiled),
     ]
     return {check.__name__: check() for check in checks}

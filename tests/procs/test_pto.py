@@ -42,6 +42,24 @@ def test_the_largest_share_is_small_and_one_message_travels(results: list[dict[s
 def test_parallel_tensor_operations(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert all(rank["operations"].values()), rank["operations"]
+        assert all(rank["elements"].values()), rank["elements"]
+
+
+def test_an_operation_that_raises_on_one_rank_ends_on_all(results: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(results):
+        found = rank["one_raises"]
+        expected = (
+            "InputError: no such norm"
+            if number == 2
+            else f"CommunicationError: rank {number}: a parallel tensor operation raised on rank 2, "
+        )
+        assert found["tensors"].startswith(expected)
+        assert found["elements"].startswith(expected)
+        assert found["after"] == [9.0, 4.0, 5.0]
+        assert found["took_s"] < 30.0
+        assert "split: found 'layers', expected one of 'tensors', 'elements'" in found["split"]
+        assert "each rank has a part of every item" in found["owners of elements"]
+        assert "tensors[0]: found tensors of [9, 4] elements" in found["sizes"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,15 @@ from planner.model.codecs.codec import (
     Steps,
     prefix_sums,
 )
-from planner.model.compression import Limits, segments, selected, shard_elements
+from planner.model.compression import (
+    USUAL_STEPS,
+    Limits,
+    ratio_of_steps,
+    segments,
+    selected,
+    shard_elements,
+    steps_of_ratio,
+)
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.pages import page
@@ -234,6 +242,9 @@ class TopK(CodecModel):
             f"{pluralize(len(buckets), 'sparse bucket')} of {len(schedule.buckets)}: "
             f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
             f"and indices from each rank; largest ratio {largest:,.4g}",
+            f"a ratio of {largest:,.4g} needs about {steps_of_ratio(largest):,.2g} steps: Eq. 18 of LAGS-SGD has a "
+            f"term of ratio³ / steps; in {USUAL_STEPS:,} steps it is below 1 with --max-ratio "
+            f"{ratio_of_steps(USUAL_STEPS):.0f}",
         ]
         protected = [index for index in range(problem.count) if limits[index] <= 1.0]
         if protected:

@@ -63,10 +63,15 @@ def test_the_first_reason_counts() -> None:
     assert "belongs to another attached model" in str(found(model, attached=[nn.Sequential(model)]))
     assert "none of which is the model's" in str(found(model, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)))
     assert "loss_scale: found 3" in str(found(model, loss_scale=3))
+    assert "residual_unit: found 'bits', expected one of 'gradient', 'update'" in str(
+        found(model, residual_unit="bits")
+    )
     delayed = Plan(
         model=PLAN.model, world=PLAN.world, accuracy="relaxed", buckets=PLAN.buckets, delay=DelaySpec(steps=1)
     )
-    adam = torch.optim.Adam(model.parameters())
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    assert found(model, sgd, residual_unit="update") is None
+    assert "with a delay, whose servers keep" in str(found(model, sgd, delayed, residual_unit="update"))
     assert "found Adam" in str(found(model, adam, delayed, attached=()))
     assert "another model" in str(found(nn.Linear(2, 2, bias=False)))
 
