@@ -203,6 +203,17 @@ class ComputeEstimate(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankCompute(Record):
+    """Compute times of one rank by the number of its samples, measured on all ranks at once with two batch sizes."""
+
+    fixed_us: TimeUs
+    """Part of forward and backward that does not grow with the samples; 0 if one size alone could be timed."""
+    sample_us: Annotated[float, Field(gt=0.0, le=1e12)]
+    """Forward and backward of one sample more."""
+    update_us: TimeUs
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile(Record):
     """Times of one step without communication, on all ranks at once."""
 
@@ -221,6 +232,8 @@ class ComputeProfile(Record):
     """Interquartile range of forward plus backward over repeats."""
     intervals: ComputeIntervals | None = None
     """Spread of the repeats; absent if it is not known."""
+    by_rank: Annotated[tuple[RankCompute, ...], Field(min_length=1)] | None = None
+    """Times of each rank by its samples, in order of rank; equal where ranks differ by little. Absent: not measured."""
 
     @property
     def backward_us(self) -> float:

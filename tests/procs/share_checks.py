@@ -1,0 +1,97 @@
+"""What the ranks of the tests of shares do: a job whose second rank computes half as fast, profiled and trained."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import planner
+from planner import TrainingJob
+from planner.documents.profile import Cluster, ComputeProfile, Gradient, Link, Profile, ProfileWorld
+from planner.jobs.on_rank import profile_rank, with_batches
+from planner.jobs.training import build
+from planner.profile.bench import Progress
+from planner.profile.request import Request
+from runtime.plan import ModelReference, Plan
+
+FIXED_S, SAMPLE_S = 6e-3, (1e-3, 2e-3)
+"""Seconds of a step, and by rank of a sample."""
+GLOBAL_BATCH = 24
+
+
+def model() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return nn.Linear(4, 2, dtype=torch.float64)
+
+
+def dataset() -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets."""
+    drawn = torch.randn(48, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [(row[:4], row[4:]) for row in drawn]
+
+
+def loss(trained: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A mean over samples, for which the rank takes its time."""
+    time.sleep(FIXED_S + SAMPLE_S[dist.get_rank()] * len(batch[0]))
+    return (trained(batch[0]) - batch[1]).square().mean()
+
+
+def job() -> TrainingJob:
+    """The job."""
+    x, y = (torch.stack(part) for part in zip(*dataset(), strict=True))
+    return TrainingJob(
+        model=model(), loss=loss, batch=lambda step, rank: (x[:16], y[:16]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )  # fmt: skip
+
+
+def profiled_and_trained(whole: bool) -> dict[str, Any]:
+    """From a profile to a plan with shares, and one pass with it, against one process that has all samples; `whole`:
+    of a profile in which everything is measured.
+    """
+    spec = f"{__file__}:job"
+    profile = profile_rank(spec, "cpu", False, request=Request(budget_s=5.0)) if whole else _of_batches_alone(spec)
+    plan = planner.optimize(profile, global_batch=GLOBAL_BATCH)
+    return {"profile": profile, "plan": plan, "apart": _apart_from_one_process(plan)}
+
+
+def _of_batches_alone(spec: str) -> Profile:
+    built = build(spec, "cpu")
+    gradients = tuple(
+        Gradient(name=name, layer="", numel=one.numel(), dtype="float64", backward_us=9_000.0)
+        for name, one in built.model.named_parameters()
+    )
+    bare = Profile(
+        model=ModelReference(name="linear"), world=ProfileWorld(ranks=2),
+        compute=ComputeProfile(forward_us=20_000.0, update_us=20.0, gradients=gradients),
+        cluster=Cluster(nodes=2, inter=Link(alpha_us=50.0, beta_us_per_byte=1e-3)),
+    )  # fmt: skip
+    return with_batches(built, built.batch(0), bare, Progress())
+
+
+def _apart_from_one_process(plan: Plan) -> float:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    weights = []
+    for shares in (list((plan.shares or {}).values()), [GLOBAL_BATCH]):
+        alone = len(shares) < ranks
+        trained = model()
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+        sampler = planner.ShareSampler(dataset(), shares, 0 if alone else rank)  # type: ignore[arg-type]
+        session = None if alone else planner.attach(trained, optimizer, plan)
+        batch_size = GLOBAL_BATCH if session is None else session.share
+        for x, y in DataLoader(dataset(), batch_size, sampler=sampler):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            if session is not None:
+                session.weight(len(x))
+            (trained(x) - y).square().mean().backward()
+            optimizer.step()
+        weights.append(trained.weight.detach())
+        if session is not None:
+            session.detach()
+    return float((weights[0] - weights[1]).abs().max())

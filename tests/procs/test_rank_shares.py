@@ -1,0 +1,22 @@
+"""Shares of the batch on real ranks, of which one is slow: from a profile to training."""
+
+from __future__ import annotations
+
+import pytest
+import share_checks
+
+from planner.jobs.launch import LocalWorld, run_ranks
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_profile_gives_shares_that_train_as_one_process(whole: bool) -> None:
+    found, other = run_ranks(LocalWorld(ranks=2), share_checks.profiled_and_trained, whole)
+    profile, plan = found["profile"], found["plan"]
+    assert profile == other["profile"]
+    assert profile.world.batch_per_rank == 16
+    for rank, expected_s in zip(profile.compute.by_rank, share_checks.SAMPLE_S, strict=True):
+        assert rank.sample_us == pytest.approx(1e6 * expected_s, rel=0.2)
+        assert rank.fixed_us == pytest.approx(1e6 * share_checks.FIXED_S, rel=0.6)
+    assert sum(plan.shares.values()) == share_checks.GLOBAL_BATCH
+    assert plan.shares["0"] == pytest.approx(2 * plan.shares["1"], abs=3)
+    assert max(found["apart"], other["apart"]) < 1e-12
