@@ -53,11 +53,11 @@ def rank_times(profile: Profile, cluster: Cluster) -> RankTimes:
     return RankTimes(fixed, batch, update)
 
 
-def on_slowest(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile of the slowest rank, for which all others wait in each step."""
-    if cluster.speed is None:
+def on_slowest(profile: Profile, cluster: Cluster, batch: float = 1.0) -> Profile:
+    """Return the profile of the slowest rank, for which all others wait in each step; `batch` as of `on_rank`."""
+    if cluster.speed is None and batch == 1.0:
         return profile
-    return on_rank(profile, cluster, int(np.argmin(cluster.speeds)))
+    return on_rank(profile, cluster, int(rank_times(profile, cluster).step_us(batch).argmax()), batch)
 
 
 def on_rank(profile: Profile, cluster: Cluster, rank: int, batch: float = 1.0) -> Profile:
