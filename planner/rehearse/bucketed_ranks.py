@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -263,10 +263,12 @@ class RehearsalRunner(VariantRunner):
         late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
         self._late_us.setdefault(record.variant.name, []).append(late_us)
 
-    def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
         """See `VariantRunner.communicating`; ranks compute for as long as their shares of the variant take."""
         self._accelerated.batch_factor = self._batch_factor(variant.plan)
-        return super().communicating(variant, optimizer)
+        with super().communicating(variant, optimizer) as forward:
+            yield forward
 
     def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
         """Attach a plan; selecting and unpacking are the accelerator's work, which begins with them."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from session_checks import plan_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,17 +18,29 @@ from planner.jobs.on_rank import profile_rank, with_batches
 from planner.jobs.training import build
 from planner.profile.bench import Progress
 from planner.profile.request import Request
+from runtime.errors import InputError
 from runtime.plan import ModelReference, Plan
 
 FIXED_S, SAMPLE_S = 6e-3, (1e-3, 2e-3)
 """Seconds of a step, and by rank of a sample."""
 GLOBAL_BATCH = 24
+PASS_BATCH, PASSES = 12, 6
+"""Four steps a pass: ranks have compared their times when the sixth begins."""
+
+
+class Slow(nn.Linear):
+    """A layer whose forward takes the rank's time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 4) → (batch, 2)."""
+        time.sleep(FIXED_S + SAMPLE_S[dist.get_rank()] * len(x))
+        return super().forward(x)
 
 
 def model() -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
-    return nn.Linear(4, 2, dtype=torch.float64)
+    return Slow(4, 2, dtype=torch.float64)
 
 
 def dataset() -> list[tuple[Tensor, Tensor]]:
@@ -37,8 +50,7 @@ def dataset() -> list[tuple[Tensor, Tensor]]:
 
 
 def loss(trained: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A mean over samples, for which the rank takes its time."""
-    time.sleep(FIXED_S + SAMPLE_S[dist.get_rank()] * len(batch[0]))
+    """A mean over samples."""
     return (trained(batch[0]) - batch[1]).square().mean()
 
 
@@ -89,9 +101,52 @@ def _apart_from_one_process(plan: Plan) -> float:
             optimizer.zero_grad()
             if session is not None:
                 session.weight(len(x))
-            (trained(x) - y).square().mean().backward()
+            loss(trained, (x, y)).backward()
             optimizer.step()
         weights.append(trained.weight.detach())
         if session is not None:
             session.detach()
     return float((weights[0] - weights[1]).abs().max())
+
+
+def following() -> dict[str, Any]:
+    """Trains some passes with equal shares at first, of which the second rank is slow, and continues the last one."""
+    trained, found = model(), dict[str, Any](shares=[], drawn=[])
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    session = planner.attach(trained, optimizer, plan_of(trained, 2))
+    data = dataset()
+    sampler = session.sampler(range(len(data)), PASS_BATCH)
+    for epoch in range(PASSES):
+        sampler.set_epoch(epoch)
+        drawn = []
+        for number, indices in enumerate(sampler):
+            x, y = (torch.stack(part) for part in zip(*(data[index] for index in indices), strict=True))
+            session.weight(len(indices))
+            optimizer.zero_grad()
+            loss(trained, (x, y)).backward()
+            optimizer.step()
+            drawn += indices
+            if (epoch, number) == (PASSES - 1, 1):
+                state = sampler.state_dict(batches=2)
+        found["shares"].append(sampler.shares)
+        found["drawn"].append(drawn)
+    found["share"] = session.share
+    other = planner.attach(again := model(), torch.optim.SGD(again.parameters(), lr=0.01), plan_of(again, 2))
+    continued = other.sampler(range(len(data)), PASS_BATCH)
+    continued.load_state_dict(state)
+    found["continued"] = [index for indices in continued for index in indices]
+    found["continued shares"] = continued.shares
+    found["problems"] = []
+    for attempt in (
+        lambda: session.sampler(range(9)),
+        lambda: other.sampler(range(9), 1),
+        lambda: other.sampler(range(9), PASS_BATCH + 1),
+        lambda: other.sampler(range(1)),
+    ):
+        try:
+            attempt()
+        except InputError as error:
+            found["problems"].append(str(error))
+    other.detach()
+    session.detach()
+    return found

@@ -20,3 +20,23 @@ def test_a_profile_gives_shares_that_train_as_one_process(whole: bool) -> None:
     assert sum(plan.shares.values()) == share_checks.GLOBAL_BATCH
     assert plan.shares["0"] == pytest.approx(2 * plan.shares["1"], abs=3)
     assert max(found["apart"], other["apart"]) < 1e-12
+
+
+def test_shares_follow_measured_times_from_pass_to_pass() -> None:
+    ranks = run_ranks(LocalWorld(ranks=2), share_checks.following)
+    first, second = ranks
+    assert first["shares"] == second["shares"]
+    assert first["shares"] == [(6, 6)] * 5 + [(7, 5)]
+    assert [one["share"] for one in ranks] == [7, 5]
+    for drawn in zip(first["drawn"], second["drawn"], strict=True):
+        assert sorted([*drawn[0], *drawn[1]]) == list(range(48))
+    for one in ranks:  # what is left of a pass is drawn again, with its shares
+        assert one["continued shares"] == (7, 5)
+        assert one["continued"] == one["drawn"][-1][2 * one["share"] :]
+        assert len(one["problems"]) == 4, one["problems"]
+
+
+def test_shares_stay_where_the_run_may_only_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANNER", "report")
+    ranks = run_ranks(LocalWorld(ranks=2), share_checks.following)
+    assert all(one["shares"] == [(6, 6)] * 6 for one in ranks)
