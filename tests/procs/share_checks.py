@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,21 +133,24 @@ def following() -> dict[str, Any]:
         found["drawn"].append(drawn)
     found["share"] = session.share
     other = planner.attach(again := model(), torch.optim.SGD(again.parameters(), lr=0.01), plan_of(again, 2))
+    found["problems"] = [
+        _refused(lambda: other.sampler(range(9))),
+        _refused(lambda: other.sampler(range(9), 1)),
+        _refused(lambda: session.sampler(range(9), PASS_BATCH + 1)),
+        _refused(lambda: session.sampler(range(1))),
+    ]
     continued = other.sampler(range(len(data)), PASS_BATCH)
     continued.load_state_dict(state)
     found["continued"] = [index for indices in continued for index in indices]
     found["continued shares"] = continued.shares
-    found["problems"] = []
-    for attempt in (
-        lambda: session.sampler(range(9)),
-        lambda: other.sampler(range(9), 1),
-        lambda: other.sampler(range(9), PASS_BATCH + 1),
-        lambda: other.sampler(range(1)),
-    ):
-        try:
-            attempt()
-        except InputError as error:
-            found["problems"].append(str(error))
     other.detach()
     session.detach()
     return found
+
+
+def _refused(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except InputError as error:
+        return str(error)
+    return "nothing"

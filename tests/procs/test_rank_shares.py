@@ -7,6 +7,13 @@ import share_checks
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
+REFUSED = (
+    "session.sampler: found a plan without shares, expected global_batch",
+    "session.sampler: found global_batch=1, fewer samples than the 2 ranks",
+    "session.sampler: found global_batch=13, and shares of 12 samples in the plan",
+    "ShareSampler: found 1 samples for 2 ranks, expected at least one for each",
+)
+
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_profile_gives_shares_that_train_as_one_process(whole: bool) -> None:
@@ -33,7 +40,7 @@ def test_shares_follow_measured_times_from_pass_to_pass() -> None:
     for one in ranks:  # what is left of a pass is drawn again, with its shares
         assert one["continued shares"] == (7, 5)
         assert one["continued"] == one["drawn"][-1][2 * one["share"] :]
-        assert len(one["problems"]) == 4, one["problems"]
+        assert [problem.startswith(said) for problem, said in zip(one["problems"], REFUSED, strict=True)] == [True] * 4
 
 
 def test_shares_stay_where_the_run_may_only_report(monkeypatch: pytest.MonkeyPatch) -> None:
