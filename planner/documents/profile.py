@@ -577,11 +577,18 @@ class Profile(Document):
         return super().parse(record, where)
 
     def problem(self, path: str) -> str | None:
-        """Return None, or raise InputError if local updaters were measured of other layers than the gradients'.
+        """Return what is wrong if other ranks were timed than there are; raise InputError if local updaters were
+        measured of other layers than the gradients'.
 
         Args:
             path: JSON path of the profile, which the message begins with.
         """
+        timed = self.compute.by_rank
+        if timed is not None and len(timed) != self.world.ranks:
+            return (
+                f"{path}.compute.by_rank: found the times of {len(timed)} ranks, expected those of the "
+                f"{self.world.ranks} in world.ranks; {CURE}"
+            )
         if self.local_async is not None:
             layers = [gradient.layer for gradient in self.compute.gradients]
             self.local_async.check(layers, f"{path}.local_async", CURE)

@@ -25,8 +25,8 @@ from runtime.plan import ModelReference, Plan
 FIXED_S, SAMPLE_S = 6e-3, (1e-3, 2e-3)
 """Seconds of a step, and by rank of a sample."""
 GLOBAL_BATCH = 24
-PASS_BATCH, PASSES = 12, 6
-"""Four steps a pass: ranks have compared their times when the sixth begins."""
+PASS_BATCH, PASSES, TIMES_US = 12, 3, (30.0, 60.0)
+"""Batch and number of passes, and times of ranks that have been compared when the last one begins."""
 
 
 class Slow(nn.Linear):
@@ -112,13 +112,15 @@ def _apart_from_one_process(plan: Plan) -> float:
 
 def following() -> dict[str, Any]:
     """Trains some passes with equal shares at first, of which the second rank is slow, and continues the last one."""
-    trained, found = model(), dict[str, Any](shares=[], drawn=[])
+    trained, found = nn.Linear(4, 2, dtype=torch.float64), dict[str, Any](shares=[], drawn=[])
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     session = planner.attach(trained, optimizer, plan_of(trained, 2))
     data = dataset()
     sampler = session.sampler(range(len(data)), PASS_BATCH)
     for epoch in range(PASSES):
         sampler.set_epoch(epoch)
+        if epoch == PASSES - 1:
+            session._monitor.arrivals.compute_us = TIMES_US
         drawn = []
         for number, indices in enumerate(sampler):
             x, y = (torch.stack(part) for part in zip(*(data[index] for index in indices), strict=True))
@@ -132,7 +134,7 @@ def following() -> dict[str, Any]:
         found["shares"].append(sampler.shares)
         found["drawn"].append(drawn)
     found["share"] = session.share
-    other = planner.attach(again := model(), torch.optim.SGD(again.parameters(), lr=0.01), plan_of(again, 2))
+    other = planner.attach(again := nn.Linear(4, 2), torch.optim.SGD(again.parameters(), lr=0.01), plan_of(again, 2))
     found["problems"] = [
         _refused(lambda: other.sampler(range(9))),
         _refused(lambda: other.sampler(range(9), 1)),

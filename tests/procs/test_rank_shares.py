@@ -33,12 +33,12 @@ def test_shares_follow_measured_times_from_pass_to_pass() -> None:
     ranks = run_ranks(LocalWorld(ranks=2), share_checks.following)
     first, second = ranks
     assert first["shares"] == second["shares"]
-    assert first["shares"] == [(6, 6)] * 5 + [(7, 5)]
-    assert [one["share"] for one in ranks] == [7, 5]
+    assert first["shares"] == [(6, 6)] * 2 + [(8, 4)]
+    assert [one["share"] for one in ranks] == [8, 4]
     for drawn in zip(first["drawn"], second["drawn"], strict=True):
         assert sorted([*drawn[0], *drawn[1]]) == list(range(48))
     for one in ranks:  # what is left of a pass is drawn again, with its shares
-        assert one["continued shares"] == (7, 5)
+        assert one["continued shares"] == (8, 4)
         assert one["continued"] == one["drawn"][-1][2 * one["share"] :]
         assert [problem.startswith(said) for problem, said in zip(one["problems"], REFUSED, strict=True)] == [True] * 4
 
@@ -46,4 +46,4 @@ def test_shares_follow_measured_times_from_pass_to_pass() -> None:
 def test_shares_stay_where_the_run_may_only_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANNER", "report")
     ranks = run_ranks(LocalWorld(ranks=2), share_checks.following)
-    assert all(one["shares"] == [(6, 6)] * 6 for one in ranks)
+    assert all(one["shares"] == [(6, 6)] * 3 for one in ranks)
