@@ -179,9 +179,9 @@ def measure_pairs(name: str, reference: str, pairs: int, way: str = "plan") -> R
     buckets = sides[1].bucket_bytes()
     if reference == "ddp" and sides[0].bucket_bytes() != buckets:
         raise AssertionError(f"DDP has buckets of {sides[0].bucket_bytes()} bytes, the plan of {buckets}")
-    for side in sides:
-        if side.session is not None:
-            side.session.detach()
+    for each in sides:
+        if each.session is not None:
+            each.session.detach()
     return _row(name, reference, times, len(buckets))
 
 
