@@ -4,7 +4,8 @@
     python -m benchmarks.overhead --pairs 400
 
 Two copies of each model train in the same processes, step by step in turn: one under DDP, one attached with a plan of
-exactly DDP's buckets (checked against what DDP says of itself). A pair of neighbouring steps gives one ratio, so that a
+exactly DDP's buckets (checked against what DDP says of itself). A model that waits trains with equal weights of ranks
+(`session.weight`) and without. A pair of neighbouring steps gives one ratio, so that a
 machine that changes its speed from second to second changes both sides alike; the table has the median over pairs
 with its 95 % interval. Memory is the peak of resident bytes of fresh processes, DDP's with gradient_as_bucket_view.
 """
@@ -39,7 +40,9 @@ from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 RANKS = 2
 MEMORY_STEPS = 3
 WARM_UP_PAIRS = 5
-DDP_LIMIT, BARE_LIMIT = 1.02, 1.01
+STEP_S = 0.05
+"""Step of the model that waits, on which weights are measured against the same plan without."""
+LIMITS = {"ddp": 1.02, "bare": 1.01, "plan": 1.001}
 
 
 def resnet20() -> nn.Module:
@@ -68,6 +71,21 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(256, 2048), *(nn.Linear(2048, 2048) for _ in range(8)))
 
 
+class Waiting(nn.Module):
+    """40 small layers behind a wait, whose steps differ by microseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(256, 16), *(nn.Linear(16, 16) for _ in range(39)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (batch, 1, 16, 16) → (batch, 16)."""
+        time.sleep(STEP_S)
+        scores: Tensor = self.layers(images)
+        return scores
+
+
+WAITING, WEIGHTED = "waiting", "weighted"
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet20": resnet20, "convolutions": convolutions, "encoder": encoder}
 
 
@@ -102,21 +120,24 @@ class Side:
 
     def __init__(self, name: str, way: str) -> None:
         torch.manual_seed(0)
-        self.model = MODELS[name]()
+        self.model = (MODELS | {WAITING: Waiting})[name]()
         ready = readiness(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.forward: nn.Module = self.model
         self.session: runtime.Session | None = None
         if way == "ddp":
             self.forward = DistributedDataParallel(self.model)
-        elif way == "plan":
+        elif way in ("plan", WEIGHTED):
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             self.session = runtime.attach(self.model, self.optimizer, ddp_plan(self.model, ready, ranks))
+        self.weighs = way == WEIGHTED
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[float, float]:
         """(wall time, processor time of this thread) of one step, in seconds."""
         wall, own = time.perf_counter(), time.thread_time()
         self.optimizer.zero_grad()
+        if self.weighs and self.session is not None:
+            self.session.weight(len(images))
         functional.cross_entropy(self.forward(images), labels).backward()
         self.optimizer.step()
         return time.perf_counter() - wall, time.thread_time() - own
@@ -147,9 +168,9 @@ class Row:
     buckets: int
 
 
-def measure_pairs(name: str, reference: str, pairs: int) -> Row:
+def measure_pairs(name: str, reference: str, pairs: int, way: str = "plan") -> Row:
     """On one rank: a plan beside its reference."""
-    sides = Side(name, reference), Side(name, "plan")
+    sides = Side(name, reference), Side(name, way)
     times = np.zeros((pairs, 2, 2))
     for pair in range(-WARM_UP_PAIRS, pairs):
         images, labels = digits.batch(pair % 50, dist.get_rank() if dist.is_initialized() else 0)
@@ -158,8 +179,9 @@ def measure_pairs(name: str, reference: str, pairs: int) -> Row:
     buckets = sides[1].bucket_bytes()
     if reference == "ddp" and sides[0].bucket_bytes() != buckets:
         raise AssertionError(f"DDP has buckets of {sides[0].bucket_bytes()} bytes, the plan of {buckets}")
-    if sides[1].session is not None:
-        sides[1].session.detach()
+    for each in sides:
+        if each.session is not None:
+            each.session.detach()
     return _row(name, reference, times, len(buckets))
 
 
@@ -175,7 +197,7 @@ def _row(name: str, reference: str, times: np.ndarray, buckets: int) -> Row:
         ratio=float(np.median(ratios)),
         ci95=(float(ratios[max(0, low)]), float(ratios[min(len(ratios) - 1, high)])),
         own_time_ratio=float(np.median(times[:, 1, 1] / times[:, 0, 1])),
-        limit=DDP_LIMIT if reference == "ddp" else BARE_LIMIT,
+        limit=LIMITS[reference],
         buckets=buckets,
     )
 
@@ -226,8 +248,8 @@ def table(rows: list[Row], memory: Memory) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {r.model} | {r.against} | {r.median_us / 1e3:.2f} | {r.reference_us / 1e3:.2f} | {r.ratio:.3f} | "
-        f"{r.ci95[0]:.3f} to {r.ci95[1]:.3f} | {r.own_time_ratio:.3f} | {r.limit} |"
+        f"| {r.model} | {r.against} | {r.median_us / 1e3:.2f} | {r.reference_us / 1e3:.2f} | {r.ratio:.4f} | "
+        f"{r.ci95[0]:.4f} to {r.ci95[1]:.4f} | {r.own_time_ratio:.3f} | {r.limit} |"
         for r in rows
     ]
     mib = 1024 * 1024
@@ -244,13 +266,14 @@ def main() -> int:
     """Measures and prints; 1 where a limit is passed."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=300, help="pairs of steps for each line")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args()
     rows = []
     for name in options.models:
         for reference, ranks in (("ddp", RANKS), ("bare", 1)):
             rows.append(run_ranks(LocalWorld(ranks=ranks), measure_pairs, name, reference, options.pairs)[0])
+    rows.append(run_ranks(LocalWorld(ranks=RANKS), measure_pairs, WAITING, "plan", options.pairs, WEIGHTED)[0])
     memory = measure_memory()
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows], "memory": asdict(memory)}, indent=1))

@@ -40,6 +40,7 @@ ALLOW = (
     "Interfaces that plans may need besides DDP's, comma-separated: sharded-step, late-gather "
     "(which implies it). Without, they are drop-in."
 )
+GLOBAL_BATCH = "Samples of a step over all ranks: each gets a share by its speed."
 PICTURE = "Draw the comparison on one page."
 ACCELERATOR = "The cluster's, where it does not name it: a100, h100, ..."
 
@@ -163,7 +164,7 @@ class Optimize:
     max_memory_mib: float | None = option(MAX_MEMORY)
     epochs: str | None = option("Epochs of each phase, such as 13,11,3, with several profiles.")
     steps_per_epoch: str | None = option("Steps of an epoch, one number or one for each phase.")
-    global_batch: int | None = option("Samples of a step over all ranks: each gets a share by its speed.")
+    global_batch: int | None = option(GLOBAL_BATCH)
     from_schedule: str | None = option("Decide nothing: plan the schedule in this file, as --print-after prints it.")
     parallel: str | None = option(PARALLEL)
 
@@ -403,11 +404,12 @@ class Rehearse:
     html: str | None = option(PICTURE)
     max_memory_mib: float | None = option(MAX_MEMORY)
     parallel: str | None = option(PARALLEL)
+    global_batch: int | None = option(GLOBAL_BATCH)
     started_s: float = field(init=False, default_factory=time.time)
     """Start of the command, in seconds: what it needs is imported within its minutes."""
 
     def __post_init__(self) -> None:
-        wrapped = for_fsdp2(self, ("--strategy", "--accuracy", "--allow", "--compress", "--html"))
+        wrapped = for_fsdp2(self, ("--strategy", "--accuracy", "--allow", "--compress", "--html", "--global-batch"))
         if self.max_memory_mib is not None and not wrapped:
             raise InputError(
                 f"--max-memory-mib: found {self.max_memory_mib:g} without --parallel fsdp2, which it is for; add it"

@@ -32,4 +32,7 @@ def _request(asked: Rehearse) -> Asked:
     if asked.parallel is not None:
         return ask_wrappings(target, asked.max_memory_mib)
     strategies, allow = split_names(asked.strategy), check_allow(split_names(asked.allow or ""))
-    return ask_plan(target, strategies=strategies, accuracy=asked.accuracy, allow=allow, compress=asked.compress)
+    return ask_plan(
+        target, strategies=strategies, accuracy=asked.accuracy, allow=allow, compress=asked.compress,
+        global_batch=asked.global_batch,
+    )  # fmt: skip

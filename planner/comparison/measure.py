@@ -301,16 +301,11 @@ class VariantRunner(Runner[BucketVariant]):
                 session.detach()
 
     def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
+        share = None if plan.shares is None else float(plan.shares[str(self.world.rank)])
         return runtime.attach(
-            self.model,
-            optimizer,
-            plan,
-            self.world.group,
-            sync=False,
-            timeout_s=self._timeout_s,
-            drift=False,
-            guard=False,
-        )
+            self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, drift=False,
+            guard=False, weight=None if share is None else lambda: share,
+        )  # fmt: skip
 
     def _wrap(self, variant: BucketVariant) -> DistributedDataParallel:
         if variant.hook == POWERSGD and self.world.backend == "gloo":
@@ -372,7 +367,7 @@ class VariantRunner(Runner[BucketVariant]):
         The first exchange of a new group takes a quarter longer: it is left out, unless it is long (`brief`).
         """
         # Of a sharded step messages are the halves of all-reduces; norms and operators belong to optimizers.
-        session = self._attach(None, replace(plan, updates=None))
+        session = self._attach(None, replace(plan, updates=None, shares=None))
         try:
             # Long steps have little warm-up.
             repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)

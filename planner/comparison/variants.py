@@ -24,6 +24,8 @@ HOOKS: tuple[Hook, ...] = ("fp16", "powersgd")
 """DDP's own communication hooks that are tried: gradients as float16, and PowerSGD of rank 1."""
 
 NO_COMMUNICATION, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
+EQUAL_SHARES = "plan:equal"
+"""The plan for equal shares of the batch, where the plan has others."""
 DDP_AGAIN = "ddp:order"
 """DDP whose sums are rounded as in another order: each averaged element is one unit in the last place larger, smaller,
 or the same, at random (hook `rounding`). On two ranks no order changes a sum, and over NCCL the library chooses it."""

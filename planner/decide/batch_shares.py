@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Profile
-from planner.documents.speeds import on_rank
+from planner.documents.speeds import on_rank, rank_times
 from planner.documents.text import ms
 from planner.model.modes import sharded
 from planner.model.problem import make_problem
@@ -48,7 +48,8 @@ class ShareChoice:
 def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: float | None = None) -> ShareChoice:
     """Return the shares of which the slowest rank takes least time, by the cluster's speeds.
 
-    A step's time besides its samples is the optimizer's. Messages take as long with any shares.
+    A step's time besides its samples is the optimizer's, and the part of forward and backward that does not grow with
+    them, where that was measured. Messages take as long with any shares.
 
     Args:
         profile: the step of a rank of speed 1; says how many samples it has.
@@ -71,26 +72,25 @@ def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: fl
             f"each: give more, or use fewer ranks"
         )
     usual = on_accelerator(profile, cluster)
-    compute = usual.compute
-    per_sample_us = (compute.forward_us + sum(one.backward_us for one in compute.gradients)) / measured
-    if not per_sample_us:
+    times = rank_times(usual, cluster)
+    sample_us = times.batch_us / measured
+    if not sample_us.all():
         raise InputError("--global-batch: found a profile without compute times, by which nothing can be shared")
-    slow = 1.0 / np.array(cluster.speeds)
     most = _most(profile, cluster, measured, total, memory_mib)
     if most.sum() < total:
         raise InputError(
             f"--global-batch: found {total} samples, of which a rank has memory for {int(most[0])}, expected at most "
             f"{int(most.sum())} on {cluster.ranks} ranks: give fewer, or raise --max-memory-mib"
         )
-    found = share_batch(total, compute.update_us * slow, per_sample_us * slow, most)
-    shares = np.array(found.shares)
-    last = int((slow * (compute.update_us + shares * per_sample_us)).argmax())
-    slowest = int(slow.argmax())
+    found = share_batch(total, times.fixed_us + times.update_us, sample_us, most)
+    shares = np.array(found.shares) / measured
+    equal = total / cluster.ranks / measured
+    last, slowest = int(times.step_us(shares).argmax()), int(times.step_us(equal).argmax())
     return ShareChoice(
         batch=found,
-        profile=on_rank(profile, cluster, last, found.shares[last] / measured),
+        profile=on_rank(profile, cluster, last, float(shares[last])),
         cluster=replace(cluster, speed=None),
-        equal=on_rank(profile, cluster, slowest, total / cluster.ranks / measured),
+        equal=on_rank(profile, cluster, slowest, equal),
     )
 
 

@@ -123,7 +123,16 @@ def _step_ratio(profile: Profile, new: str) -> float:
     return before * estimate.share_of(estimate.gpu) / (after * estimate.share_of(new))
 
 
-STEP_TIMES = ("forward_us", "backward_us", "grad_input_us", "grad_weight_us", "batch_us", "loss_us")
+STEP_TIMES = (
+    "forward_us",
+    "backward_us",
+    "grad_input_us",
+    "grad_weight_us",
+    "batch_us",
+    "loss_us",
+    "fixed_us",
+    "sample_us",
+)
 UPDATE_TIMES = ("update_us", "norm_us", "operator_us")
 """Fields of records that grow with forward and backward, and with the optimizer's update."""
 

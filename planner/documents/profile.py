@@ -203,6 +203,17 @@ class ComputeEstimate(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankCompute(Record):
+    """Compute times of one rank by the number of its samples, measured on all ranks at once with two batch sizes."""
+
+    fixed_us: TimeUs
+    """Part of forward and backward that does not grow with the samples; 0 if one size alone could be timed."""
+    sample_us: Annotated[float, Field(gt=0.0, le=1e12)]
+    """Forward and backward of one sample more."""
+    update_us: TimeUs
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile(Record):
     """Times of one step without communication, on all ranks at once."""
 
@@ -221,6 +232,8 @@ class ComputeProfile(Record):
     """Interquartile range of forward plus backward over repeats."""
     intervals: ComputeIntervals | None = None
     """Spread of the repeats; absent if it is not known."""
+    by_rank: Annotated[tuple[RankCompute, ...], Field(min_length=1)] | None = None
+    """Times of each rank by its samples, in order of rank; equal where ranks differ by little. Absent: not measured."""
 
     @property
     def backward_us(self) -> float:
@@ -564,11 +577,18 @@ class Profile(Document):
         return super().parse(record, where)
 
     def problem(self, path: str) -> str | None:
-        """Return None, or raise InputError if local updaters were measured of other layers than the gradients'.
+        """Return what is wrong if other ranks were timed than there are; raise InputError if local updaters were
+        measured of other layers than the gradients'.
 
         Args:
             path: JSON path of the profile, which the message begins with.
         """
+        timed = self.compute.by_rank
+        if timed is not None and len(timed) != self.world.ranks:
+            return (
+                f"{path}.compute.by_rank: found the times of {len(timed)} ranks, expected those of the "
+                f"{self.world.ranks} in world.ranks; {CURE}"
+            )
         if self.local_async is not None:
             layers = [gradient.layer for gradient in self.compute.gradients]
             self.local_async.check(layers, f"{path}.local_async", CURE)

@@ -24,6 +24,7 @@ from planner.jobs.training import (
     this_rank,
     weights_sha256,
 )
+from planner.profile.batches import measure_batches
 from planner.profile.bench import Bench, Progress
 from planner.profile.compute import Step, Training
 from planner.profile.links import Limits, measure_links
@@ -90,11 +91,36 @@ def profile_rank(
             samples = built.job.batch_samples or batch_samples(batches[0])
             with joined(None, timeout_s) as world:
                 found = replace(found, loading=measure_loading(built.job.dataset, samples, world))
+        if found.compute.by_rank is None:
+            found = with_batches(built, batches[0], found, progress, timeout_s)
         if updaters:
             found = measure_updaters(built, batches[0], found, updaters, progress, timeout_s)
         if request is not None and request.units:
             found = _with_units(built, step, found, progress, timeout_s)
         return found
+
+
+def with_batches(
+    built: BuiltJob, batch: Any, found: Profile, progress: Progress, timeout_s: float | None = None
+) -> Profile:
+    """Return the profile with the samples of its step and the times of each rank by them, the same on all ranks."""
+    compute = found.compute
+    if timeout_s is None:
+        timeout_s = deadline_s(compute.step_us, compute.size_bytes)
+    if this_rank() == 0:
+        LOGGER.info("profile: steps of a whole and of half a batch, on each rank: some seconds")
+
+    def step(of: Any) -> None:
+        built.backward(built.loss(built.model, of))
+
+    with joined(None, timeout_s) as world:
+        bench = Bench(world, built.device, progress)
+        training = Training(built.model, lambda _: step(batch), built.optimizer)
+        samples, by_rank = measure_batches(training, step, batch, built.job.batch_samples, compute.step_us, bench)
+    if not samples:
+        return found
+    world_of = replace(found.world, batch_per_rank=samples)
+    return replace(found, compute=replace(compute, by_rank=by_rank), world=world_of)
 
 
 def _with_units(built: BuiltJob, step: Step, found: Profile, progress: Progress, timeout_s: float | None) -> Profile:
@@ -177,7 +203,7 @@ def measure_updaters(
             Bench(world, built.device, progress),
             most,
         )
-    samples = samples_of(batch) or None
+    samples = profile.world.batch_per_rank or samples_of(batch) or None
     return replace(profile, local_async=section, world=replace(profile.world, batch_per_rank=samples))
 
 

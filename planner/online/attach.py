@@ -9,6 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,14 +19,16 @@ from planner.documents.text import as_names, pluralize
 from planner.ir import ACCURACIES
 from planner.model.codecs import BY_NAME
 from planner.online.ddp import AS_DDP
-from planner.online.opening import IN_RUN, Opener, Opening, check_classes, warn_unused
+from planner.online.opening import IN_RUN, Opener, Opening, asked_way, check_classes, warn_unused
 from planner.online.pilot import Pilot
 from planner.passes.joint import check_compress
+from planner.profile.request import LOGGER, heard
 from planner.profile.step import joined
 from planner.report.accumulation import per_optimizer_step
 from planner.report.listing import make_console
 from planner.report.page import page_text
 from planner.report.tables import print_plan
+from planner.search.shares import follow_shares
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World, deadlines
 from runtime.core.options import AttachOptions, ResidualUnit
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PAGE = Path("planner.html")
+LEAST_GAIN = 0.05
+"""Share of the slowest rank's time by which other shares of the batch have to be faster."""
 
 
 class PlannedSession(Session):
@@ -84,6 +89,16 @@ class PlannedSession(Session):
         self._recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
         self._operators.observe()
         self._director = self._pilot = Pilot(self, opening, watches=watches, story=list(story))
+
+    def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: int) -> Sequence[int]:
+        """See `Session._decide_shares`: shares follow times, where PLANNER lets the run change."""
+        if asked_way() != "auto":
+            return shares
+        found: list[int] = follow_shares(np.array(shares), np.array(compute_us), most, LEAST_GAIN).tolist()
+        if found != list(shares) and self._world.rank == 0:
+            with heard():
+                LOGGER.info("planner: after %d steps: shares of the batch are %s, were %s", self.step, found, shares)
+        return found
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """Switch as `Session.switch` does; from then on the caller decides, and the run plans no more.

@@ -68,8 +68,8 @@ class Opener:
             check_classes(self.accuracy, self.compress)
         except InputError as error:
             return str(error)
-        if _way() not in get_args(Way):
-            return f"PLANNER: found {_way()!r}, expected one of: {', '.join(get_args(Way))}; or leave it out"
+        if asked_way() not in get_args(Way):
+            return f"PLANNER: found {asked_way()!r}, expected one of: {', '.join(get_args(Way))}; or leave it out"
         if self.accuracy == "relaxed":
             return (
                 f"accuracy: found {self.accuracy!r} without a plan, expected exact or bounded: what riskier plans need "
@@ -100,7 +100,7 @@ class Opener:
         cache = found = other = None
         if world.rank == 0 and world.ranks > 1:
             cache, found, other = _read_cache(key)
-        mine = (_way(), key, found and found.to_document(), other and other.key.ranks)
+        mine = (asked_way(), key, found and found.to_document(), other and other.key.ranks)
         answer: tuple[str, Key, Any, int | None] = world.gather(mine, "asking what rank 0 remembers")[0]
         way, key, document, measured_on = answer
         if document is None or way != "auto":
@@ -129,7 +129,8 @@ def check_classes(accuracy: str | None, compress: str | None) -> None:
         )
 
 
-def _way() -> str:
+def asked_way() -> str:
+    """Return what a run may do by PLANNER of this process's environment; unchecked."""
     return os.environ.get("PLANNER", "auto").strip().lower() or "auto"
 
 

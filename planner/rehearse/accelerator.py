@@ -134,6 +134,8 @@ class AcceleratedModel(nn.Module):
     def __init__(self, compute: ComputeProfile, rank: int, dilate: float = 1.0) -> None:
         super().__init__()
         self.device = Accelerator(dilate)
+        self.batch_factor = 1.0
+        """Times of forward and backward over those of the profile: of a batch of another size."""
         self._forward_us, self._update_us = compute.forward_us, compute.update_us
         if compute.operator is not None:  # which the optimizer waits for itself
             of_all_us = sum(shape.operator_us * len(shape.parameters) for shape in compute.operator.shapes)
@@ -159,22 +161,24 @@ class AcceleratedModel(nn.Module):
         self.device.synchronize()
         if any(part._forward_pre_hooks for part, _ in self._parts if part is not self):
             return self._forward_by_part(batch)
-        self.device.queue(self._forward_us)
+        factor = self.batch_factor
+        self.device.queue(factor * self._forward_us)
         # Building the graph overlaps with the forward's wait, as launching kernels does.
         chain = self._of_weights() + batch.detach().requires_grad_()
         for parameter, work_us, drawn in reversed(self._layers):
-            chain = _Layer.apply(chain, parameter, self.device, work_us, drawn)  # type: ignore[no-untyped-call]
+            chain = _Layer.apply(chain, parameter, self.device, factor * work_us, drawn)  # type: ignore[no-untyped-call]
         self.device.wait()
         return chain
 
     def _forward_by_part(self, batch: Tensor) -> Tensor:
         """Return the loss module by module; each is called, so that its hooks wait."""
         chain, backward_us = batch.detach().requires_grad_(), sum(us for _, us, _ in self._layers)
-        share = self._forward_us / backward_us if backward_us > 0.0 else 0.0
-        self.device.queue(0.0 if backward_us > 0.0 else self._forward_us)
+        share, factor = self._forward_us / backward_us if backward_us > 0.0 else 0.0, self.batch_factor
+        self.device.queue(0.0 if backward_us > 0.0 else factor * self._forward_us)
         for part, layers in reversed(self._parts):
             forward = _Part.forward.__get__(part) if part is self else part
-            chain = forward(chain, layers[::-1], self.device, share * sum(us for _, us, _ in layers))
+            timed = [(parameter, factor * us, drawn) for parameter, us, drawn in reversed(layers)]
+            chain = forward(chain, timed, self.device, share * sum(us for _, us, _ in timed))
         # Weights are all there now, and reading them overlaps with the wait.
         chain = self._of_weights() + chain
         self.device.wait()

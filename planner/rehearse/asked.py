@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.wrappings import summarize_wrappings
+from planner.decide.batch_shares import choose_shares
 from planner.decide.plan_request import Request, check_accuracy
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Link, OptimizerProfile, Profile
+from planner.documents.speeds import on_slowest
 from planner.documents.text import mebibytes
 from planner.documents.units import Units
 from planner.fsdp2.inputs import Setting, units_of_gradients
@@ -115,6 +117,25 @@ class AskedPlan(Asked):
     only_default: bool = False
     """Whether the plan is compared with DDP's default alone, until their ratio is known well enough: neither DDP's
     hooks nor its best bucket size are measured."""
+    global_batch: int | None = None
+    """Samples of a step over all ranks, of which the plan has shares by speed; others have equal ones. None: each rank
+    has as many as the profile's."""
+
+    @property
+    def equal_batch(self) -> float:
+        """Return the size of an equal share of the batch over that of the profile."""
+        measured = self.profile.world.batch_per_rank
+        return self.global_batch / self.cluster.ranks / measured if self.global_batch and measured else 1.0
+
+    @property
+    def slowest(self) -> Profile:
+        """Return the profile of the slowest rank with an equal share."""
+        return on_slowest(self.profile, self.cluster, self.equal_batch)
+
+    @property
+    def links(self) -> Cluster:
+        """Return the cluster without speeds: they are in `slowest`."""
+        return replace(self.cluster, speed=None)
 
     def summarize(self, measured: Sequence[Measured]) -> Comparison:
         """Compare buckets from what each rank saw, in order of rank."""
@@ -229,15 +250,17 @@ def find_target(
 
 def ask_plan(
     target: Target, *, strategies: Sequence[str] = STRATEGIES, accuracy: str = "exact", allow: Sequence[str] = (),
-    compress: str | None = None,
+    compress: str | None = None, global_batch: int | None = None,
 ) -> AskedPlan:  # fmt: skip
     """Return a rehearsal of a plan with buckets. Raises InputError if an option is wrong."""
     checked = check_accuracy(accuracy)
     Request(profile=target.profile, accuracy=checked, compress=compress)  # refuses what does not go with that accuracy
     profile = replace(on_accelerator(_as_rehearsed(target.profile), target.cluster), cluster=None)
+    if global_batch is not None:
+        choose_shares(profile, target.cluster, global_batch)  # refuses what ranks cannot share
     return AskedPlan(
         **{**vars(target), "profile": profile}, strategies=tuple(strategies), accuracy=checked, allow=tuple(allow),
-        compress=compress,
+        compress=compress, global_batch=global_batch,
     )  # fmt: skip
 
 

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from planner.comparison.measure import Measured, Record, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, BucketVariant, Hook, Lineup, Rounds, make_lineup
+from planner.comparison.variants import (
+    DDP,
+    EQUAL_SHARES,
+    NO_COMMUNICATION,
+    PLAN,
+    BucketVariant,
+    Hook,
+    Lineup,
+    Rounds,
+    make_lineup,
+)
+from planner.decide.batch_shares import choose_shares
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Line, Profile, SelectionLine
-from planner.documents.speeds import on_rank, on_slowest
+from planner.documents.speeds import on_rank
 from planner.emit.read_back import schedule_of
 from planner.ir import ACCURACIES
 from planner.jobs.training import SEED, BuiltJob, make_optimizer
@@ -31,7 +44,7 @@ from planner.profile.request import ALL_GATHER, ALL_REDUCE, NARROW_SUMS, REDUCE_
 from planner.profile.selection import measure_encoding, measure_selection
 from planner.profile.step import decided_by_first
 from planner.rehearse import ranks
-from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
+from planner.rehearse.accelerator import AcceleratedModel, make_job
 from planner.rehearse.asked import AskedPlan
 from planner.rehearse.ranks import SWEEP, WARM_UP_STEPS, Blocks, Decided, Rehearser
 from planner.rehearse.scale import Scale, links_of, scaled_plan
@@ -64,12 +77,13 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         """Make the scaled job."""
         super().__init__(asked, bench, scale)
         torch.manual_seed(SEED)
-        self._constants = make_problem(asked.profile, asked.cluster, where=asked.name)
+        self._constants = make_problem(asked.slowest, asked.links, where=asked.name)
         schedules = [make_schedule(self._constants, name) for name in asked.strategies]
         self._riskiest = max([asked.accuracy, *(each.accuracy for each in schedules)], key=ACCURACIES.index)
         shared = any(schedule.mode.shares_update for schedule in schedules)
         self._shares_update = shared or SHARDED_STEP in granted(asked.allow)
-        self._compute = scale.profile(on_rank(asked.profile, asked.cluster, bench.world.rank)).compute
+        self._own = on_rank(asked.profile, asked.cluster, bench.world.rank, asked.equal_batch).compute
+        self._compute = scale.profile(replace(asked.profile, compute=self._own)).compute
         job = make_job(self._compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         self._model = job.model
@@ -79,9 +93,12 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
     @staticmethod
     def most_dilate(asked: AskedPlan, left_s: float) -> float:
         """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
-        problem = make_problem(asked.profile, asked.cluster, where=asked.name)
-        plan = _planned(asked, asked.profile, asked.cluster)
-        blocks = blocks_of(make_lineup(plan, problem, asked.strategies, hooks_of(asked)).variants, 1, 1.0)
+        problem = make_problem(asked.slowest, asked.links, where=asked.name)
+        plan = _planned(asked, asked.slowest, asked.links)
+        variants = [*make_lineup(plan, problem, asked.strategies, hooks_of(asked)).variants]
+        if asked.global_batch is not None:  # the plan with shares, too
+            variants.append(variants[-1].renamed(EQUAL_SHARES))
+        blocks = blocks_of(variants, 1, 1.0)
         ddp = next(each for each in blocks if each.name == DDP)
         least_s = sum(each.least_s for each in blocks)
         if ddp.brief:  # whose bucket sizes are not looked for
@@ -101,7 +118,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         and Python, for which ranks share the machine's cores. What is compared is not looked at: these steps are made
         before, by all ranks at once.
         """
-        slowest = self.scale.profile(on_slowest(self.asked.profile, self.asked.cluster))
+        slowest = self.scale.profile(self.asked.slowest)
         compute, trained, number = slowest.compute, TrainedJob(self._built), count()
         asked_us = compute.forward_us + compute.update_us + sum(each.backward_us for each in compute.gradients)
         optimizer = trained.optimizer()
@@ -149,16 +166,29 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
 
     def _decided(self, cluster: Cluster, own_us: tuple[float, float]) -> Decided[BucketVariant]:
         asked, (usual_us, last_us) = self.asked, own_us
-        slowest = on_slowest(asked.profile, asked.cluster)  # for which others wait: the cluster has no speeds any more
-        compute = slowest.compute
-        here = replace(slowest, compute=replace(compute, update_us=compute.update_us + last_us))
-        plan = _planned(asked, here, cluster)
-        problem = make_problem(here, cluster, where=asked.name)
+
+        def here(profile: Profile) -> Profile:
+            return replace(profile, compute=replace(profile.compute, update_us=profile.compute.update_us + last_us))
+
+        plan = _planned(asked, here(asked.slowest), cluster)
+        problem = make_problem(here(asked.slowest), cluster, where=asked.name)
         lineup = make_lineup(plan, problem, asked.strategies, hooks_of(asked))
         baseline, *others = lineup.variants
+        constants = {}
+        if asked.global_batch is not None:
+            chosen = choose_shares(asked.profile, replace(cluster, speed=asked.cluster.speed), asked.global_batch)
+            plan = replace(_planned(asked, here(chosen.profile), cluster), shares=chosen.shares)
+            assert plan.predicted is not None
+            *others, equal = others
+            others.append(replace(equal, name=EQUAL_SHARES, given=False))
+            # Its gradients are those of other samples.
+            others.append(replace(equal, plan=plan, predicted_us=plan.predicted.iteration_us, exact=False))
+            constants[PLAN] = make_problem(chosen.profile, asked.links, where=asked.name)
         made = [replace(baseline, predicted_us=(baseline.predicted_us or 0.0) - last_us + usual_us), *others]
         everything = [*made, *(variant for _, variant in lineup.caps)]
-        predicted = {one.name: _from_constants(one, problem, self._constants) for one in everything}
+        predicted = {
+            one.name: _from_constants(one, problem, constants.get(one.name, self._constants)) for one in everything
+        }
         return Decided(
             variants=[self._scaled(one) for one in made],
             caps=[] if asked.only_default else [(cap, self._scaled(one)) for cap, one in lineup.caps],
@@ -187,13 +217,24 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         rounds, decided = super().rounds(decided, max(started_s, time.time() - 30.0 * self.asked.minutes))
         return replace(rounds, clear=(PLAN, DDP)), decided
 
+    def _batch_factor(self, plan: Plan | None) -> float:
+        """Return the time of forward and backward of this rank with a plan over that with an equal share."""
+        asked, rank = self.asked, self.world.rank
+        if plan is None or plan.shares is None:
+            return 1.0
+        batch = asked.equal_batch * plan.shares[str(rank)] * asked.cluster.ranks / sum(plan.shares.values())
+        mine = on_rank(asked.profile, asked.cluster, rank, batch).compute
+        return (mine.step_us - mine.update_us) / (self._own.step_us - self._own.update_us)
+
     def measure(self, decided: Decided[BucketVariant], rounds: Rounds) -> tuple[Measured, dict[str, Any]]:
         """Measure all variants; return that, dilated, and figures by name and variant, undilated."""
         if self.world.ranks > 1:
             self.world.broadcast([*self._model.parameters()])
         torch.manual_seed(SEED + 1 + self.world.rank)
         hold_links = partial(ranks.pace, links_of(self.asked.cluster), self.scale)
-        runner = RehearsalRunner(TrainedJob(self._built), self.bench, self.scale, self._model.device, hold_links)
+        runner = RehearsalRunner(
+            TrainedJob(self._built), self.bench, self.scale, self._model, hold_links, self._batch_factor
+        )
         measured = measure_all(runner, Lineup(decided.variants, decided.caps), rounds, SWEEP)
         late_us = {name: us / self.scale.dilate for name, us in runner.late_by_variant_us().items()}
         return measured, {"late_us": late_us}
@@ -203,11 +244,15 @@ class RehearsalRunner(VariantRunner):
     """Blocks of variants on an accelerator that is a timed wait, with the work that did not fit under its waits."""
 
     def __init__(
-        self, trained: TrainedJob, bench: Bench, scale: Scale, device: Accelerator, hold_links: Callable[[], None]
-    ) -> None:
-        """Measure on `device`; `hold_links` is called after new connections are made, to hold their rate."""
+        self, trained: TrainedJob, bench: Bench, scale: Scale, model: AcceleratedModel,
+        hold_links: Callable[[], None], batch_factor: Callable[[Plan | None], float],
+    ) -> None:  # fmt: skip
+        """Measure a model; `hold_links` is called after new connections are made, to hold their rate, and
+        `batch_factor` returns how the times of this rank's batch change with a plan's shares.
+        """
         super().__init__(trained, bench, ranks.TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
-        self._accelerator, self._hold_links = device, hold_links
+        self._accelerated, self._accelerator, self._hold_links = model, model.device, hold_links
+        self._batch_factor = batch_factor
         self._late_us: dict[str, list[float]] = {}
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:
@@ -217,6 +262,13 @@ class RehearsalRunner(VariantRunner):
         late_us = self._accelerator.late_us - before_us
         late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
         self._late_us.setdefault(record.variant.name, []).append(late_us)
+
+    @contextmanager
+    def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
+        """See `VariantRunner.communicating`; ranks compute for as long as their shares of the variant take."""
+        self._accelerated.batch_factor = self._batch_factor(variant.plan)
+        with super().communicating(variant, optimizer) as forward:
+            yield forward
 
     def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
         """Attach a plan; selecting and unpacking are the accelerator's work, which begins with them."""

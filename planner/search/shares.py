@@ -72,3 +72,25 @@ def share_batch(
     slowest_us = float((fixed_us + shares * sample_us).max())
     bound_us = max(bound_us, float((fixed_us + sample_us).max()))  # each rank has at least one
     return SharedBatch(shares=tuple(shares.tolist()), slowest_us=slowest_us, bound_us=min(bound_us, slowest_us))
+
+
+def follow_shares(
+    shares: NDArray[np.int64], compute_us: NDArray[np.float64], most: int, least_gain: float
+) -> NDArray[np.int64]:
+    """Return shares by times that were measured with others; the same ones where others gain little.
+
+    All of a rank's time counts as that of its samples. Where a part of it is fixed, shares come near the best ones in
+    several calls: they stay where all ranks take equally long, as the best ones do.
+
+    Args:
+        shares: of each rank, at least 1. Shape (ranks,).
+        compute_us: time of each rank with them. Shape (ranks,).
+        most: largest share of a rank; present shares above it are kept.
+        least_gain: share of the slowest rank's time by which other shares have to be faster.
+    """
+    if not (compute_us > 0.0).all():
+        return shares
+    found = share_batch(
+        int(shares.sum()), np.zeros(len(shares)), compute_us / shares, np.maximum(shares, np.int64(most))
+    )
+    return np.array(found.shares) if found.slowest_us <= (1.0 - least_gain) * compute_us.max() else shares

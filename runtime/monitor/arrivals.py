@@ -46,6 +46,8 @@ class Arrivals:
         """Forget what was compared: another plan begins."""
         self.rows: tuple[RankArrival, ...] = ()
         self.messages: tuple[MessageArrival, ...] = ()
+        self.compute_us: tuple[float, ...] = ()
+        """Time of each rank's forward, backward and update; empty also where it is not known of each."""
         self._left, self._cost_us = FIRST_STEP, 0.0
 
     def step_done(self, steps: Sequence[StepMarks]) -> None:
@@ -80,7 +82,9 @@ class Arrivals:
         durations = medians[:, :-PARTS].T.tolist()
         rows = compare_arrivals(durations, range(self._world.ranks))
         self.messages = arrivals_of(durations)
-        self.rows = with_causes(rows, medians[:, -2].tolist(), medians[:, -1].tolist())
+        computed_us = medians[:, -2].tolist()
+        self.compute_us = () if any(map(math.isnan, computed_us)) else tuple(computed_us)
+        self.rows = with_causes(rows, computed_us, medians[:, -1].tolist())
         straggler = find_straggler(figures[:, :, :-PARTS].permute(1, 2, 0).tolist(), step_us)
         if straggler is None or straggler in self._warned:
             return

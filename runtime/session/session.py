@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,8 @@ from runtime.plan.document import PhasePlan
 from runtime.session.monitor import Monitor
 from runtime.session.phases import Phases
 from runtime.session.report import Report, make_report
+from runtime.session.share_sampler import ShareBatches
+from runtime.session.shares import Shares
 from runtime.session.uneven import even_batches
 from runtime.sparse.samples import Sampled
 from runtime.torch_compat import (
@@ -151,8 +153,8 @@ class Session:
         """The `no_sync` of what trains the model while the session is aside."""
         self._parameters = dict(trainable_parameters(model) if parameters is None else parameters)
         self._device = next(iter(self._parameters.values())).device
-        self._shares = plan.shares
         self._weights = Weights(world, options.weight)
+        self._shares = Shares(plan.shares, self._weights, world.rank)
         leave_uncompiled()
         if self._device.type == "cpu":
             torch.empty(FREED_BYTES, dtype=torch.uint8)
@@ -211,9 +213,8 @@ class Session:
 
     @property
     def share(self) -> int | None:
-        """Samples of this rank in a step, where the plan has shares; else None: the script decides."""
-        shares = self.plan.shares or self._shares
-        return None if shares is None else shares[str(self._world.rank)]
+        """Samples of this rank in a step, where the plan has shares, or `sampler` has them; else None."""
+        return self._shares.mine
 
     @property
     def is_attached(self) -> bool:
@@ -292,6 +293,7 @@ class Session:
         self._modes = [*(one for one in self._modes if one.lingers), mode]
         self._norms.follow(mode.plan)
         self._operators.follow(mode.plan)
+        self._shares.plan_changed(mode.plan.shares)
         self._put(exchange)
         mode.begin(exchange)
 
@@ -370,6 +372,47 @@ class Session:
         """
         self._want_weights("session.batches")
         return even_batches(self._weights, loader)
+
+    def sampler(
+        self, dataset: Sized, global_batch: int | None = None, *, most: int | None = None, shuffle: bool = True,
+        seed: int = 0, drop_last: bool = False,
+    ) -> ShareBatches:  # fmt: skip
+        """Return the `batch_sampler` of a DataLoader that gives each rank its share of every batch.
+
+        Shares are the plan's; equal ones, if it has none. They follow measured times of ranks from pass to pass, unless
+        PLANNER=report or off is in the environment of rank 0. Weigh by `weight(len(batch))`. Every rank calls this,
+        and begins passes at the same places.
+
+        Args:
+            dataset: has a length.
+            global_batch: samples of a step over all ranks; default: of the plan's shares.
+            most: largest share that a rank has memory for; default: any.
+            shuffle: whether samples are drawn in a random order.
+            seed: of the order, equal on all ranks.
+            drop_last: leave out the samples behind the last whole batch.
+
+        Raises:
+            InputError: neither shares nor `global_batch`, or both with other totals; fewer samples than ranks.
+
+        Example:
+            sampler = session.sampler(dataset, 512)
+            loader = DataLoader(dataset, batch_sampler=sampler)
+            for epoch in range(epochs):
+                sampler.set_epoch(epoch)
+                for x, y in session.batches(loader):
+                    session.weight(len(x))
+        """
+        self._shares.begin(global_batch, self._world.ranks)
+        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+
+        def next_pass() -> Sequence[int]:
+            return self._shares.next_pass(self._monitor.arrivals, self._decide_shares, most)
+
+        return ShareBatches(dataset, self._shares, next_pass, self._world.rank, **options)
+
+    def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: int) -> Sequence[int]:
+        """Return the shares of the next pass by times of ranks with the present ones; see `Shares.next_pass`."""
+        return shares
 
     def _want_weights(self, what: str) -> None:
         """Weigh gradients from now on, for `what` the user called. Raises InputError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from runtime.errors import InputError
+from runtime.session.shares import Shares
 
 
 class ShareSampler(Sampler[int]):
@@ -81,7 +82,7 @@ class ShareSampler(Sampler[int]):
         """
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
+    def parts(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of this rank's samples in the epoch's order, for each batch."""
         whole, ends = sum(self.shares), [0, *accumulate(self.shares)]
         for start in range(self.consumed, self._samples, whole):
@@ -90,13 +91,62 @@ class ShareSampler(Sampler[int]):
                 return
             yield start + ends[self.rank] * size // whole, start + ends[self.rank + 1] * size // whole
 
+    def order(self) -> list[int]:
+        """Return the order of all samples in this pass, the same on all ranks."""
+        if not self._shuffle:
+            return list(range(self._samples))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+        return order
+
     def __iter__(self) -> Iterator[int]:
-        order = list(range(self._samples))
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
-            order = torch.randperm(self._samples, generator=generator).tolist()
-        for start, stop in self._parts():
+        order = self.order()
+        for start, stop in self.parts():
             yield from order[start:stop]
 
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self._parts())
+        return sum(stop - start for start, stop in self.parts())
+
+
+class ShareBatches(Sampler[list[int]]):
+    """Batches of one rank's shares, as `Session.sampler` makes them: a `DataLoader`'s `batch_sampler`.
+
+    Shares change between two passes alone, equally on all ranks; so a pass continues from its state bit for bit.
+    """
+
+    def __init__(
+        self, dataset: Sized, shares: Shares, next_pass: Callable[[], Sequence[int]], rank: int, **options: Any
+    ) -> None:
+        """Sample by `shares`; `next_pass` returns those of the pass that begins. Options are those of `ShareSampler`.
+
+        Raises InputError as that.
+        """
+        assert shares.present is not None
+        self._shares, self._next_pass = shares, next_pass
+        self._sampler = ShareSampler(dataset, shares.present, rank, **options)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank in a batch of the present pass, in order of rank."""
+        return tuple(self._sampler.shares)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another pass, which has another order; `epoch`: its number, from 0."""
+        self._sampler.set_epoch(epoch)
+
+    def state_dict(self, batches: int = 0) -> dict[str, Any]:
+        """Return what `load_state_dict` continues from; `batches` as of `ShareSampler.state_dict`."""
+        return {**self._sampler.state_dict(batches), "shares": list(self.shares)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the middle of a pass: with its shares on as many ranks, else with those that there are."""
+        self._sampler.load_state_dict(state)
+        self._shares.load(state.get("shares", ()))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._sampler.shares = list(self._next_pass())
+        order = self._sampler.order()
+        yield from (order[start:stop] for start, stop in self._sampler.parts() if stop > start)
+
+    def __len__(self) -> int:
+        return sum(stop > start for start, stop in self._sampler.parts())

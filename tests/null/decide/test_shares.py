@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import planner
+from planner.decide.batch_shares import choose_shares
 from planner.documents.catalog import find_profile
-from planner.documents.profile import Cluster, Link, Profile
+from planner.documents.profile import Cluster, Layer, Link, OptimizerProfile, Profile, RankCompute
 from planner.model.problem import make_problem
 from runtime.errors import InputError
 from runtime.plan import parse_plan
@@ -78,8 +80,45 @@ def test_what_ranks_cannot_share_is_refused() -> None:
 
 
 def test_memory_limits_shares() -> None:
-    known = find_profile("vgg16")
-    compute = known.compute
-    if compute.optimizer is None or compute.optimizer.state_bytes is None:
-        with pytest.raises(InputError, match="--max-memory-mib: found a profile without the optimizer's state"):
-            planner.optimize(profile(), cluster(), global_batch=64, max_memory_mib=10_000)
+    with pytest.raises(InputError, match="--max-memory-mib: found a profile without the optimizer's state"):
+        planner.optimize(profile(), cluster(), global_batch=64, max_memory_mib=10_000)
+    known, mib = profile(), 2**20
+    gradient_mib = known.compute.size_bytes / mib
+    optimizer = OptimizerProfile(name="SGD", adaptive=False, state_bytes=0)
+    layer = Layer(name="all", kind="conv", flops=1.0, activation_bytes=32.0 * mib)  # of 32 samples
+    known = replace(known, compute=replace(known.compute, optimizer=optimizer), layers=(layer,))
+    fast = cluster(4.0, 1.0, 1.0, 1.0)
+
+    def shares(room_mib: float, global_batch: int = 64) -> list[int]:
+        limit = 2.0 * gradient_mib + room_mib
+        plan = planner.optimize(known, fast, global_batch=global_batch, max_memory_mib=limit)
+        return list((plan.shares or {}).values())
+
+    assert shares(1000.0)[0] > 30
+    assert shares(25.5) == [25, 13, 13, 13]
+    with pytest.raises(InputError, match="found 64 samples, of which a rank has memory for 15, expected at most 60"):
+        shares(15.5)
+    with pytest.raises(InputError, match=r"--max-memory-mib: found .*, in which no sample fits next to"):
+        shares(0.5)
+
+
+def test_times_of_ranks_give_shares_and_what_does_not_grow_with_samples_counts() -> None:
+    ranks = [
+        RankCompute(fixed_us=fixed, sample_us=sample, update_us=0.0) for fixed, sample in ((10.0, 1.0), (0.0, 2.0))
+    ]
+    known = replace(profile(), compute=replace(profile().compute, by_rank=tuple(ranks)))
+    plan = planner.optimize(known, cluster(ranks=2), global_batch=64)
+    assert list((plan.shares or {}).values()) == [40, 24]  # 50 and 48: 39 and 25 take 49 and 50
+    with pytest.raises(InputError, match=r"compute.by_rank: found the times of 2 ranks, expected those of the 1 in"):
+        Profile.parse(known.to_document(), "here")
+
+
+def test_shares_for_a_thousand_ranks_of_eight_speeds_are_chosen_at_once() -> None:
+    speeds = tuple(1.0 + rank % 8 / 4.0 for rank in range(1024))
+    many = cluster(*speeds, ranks=1024)
+    choose_shares(profile(), cluster(), 64)  # imports
+    began_s = time.process_time()
+    found = choose_shares(profile(), many, 64 * 1024).batch
+    assert time.process_time() - began_s <= 0.2
+    assert sum(found.shares) == 64 * 1024
+    assert found.bound_us <= found.slowest_us <= 1.02 * found.bound_us

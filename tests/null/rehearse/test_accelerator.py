@@ -197,3 +197,20 @@ def test_operators_of_matrices_take_their_time(clock: Clock, compute: ComputePro
     for one in optimizers:
         one.step()
     assert (clock.now_s - start_s) * 1e6 == pytest.approx(100.0 + 40.0 + 7000.0, rel=0.02)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_batch_of_another_size_takes_longer_forward_and_backward(
+    compute: ComputeProfile, clock: Clock, waits: bool
+) -> None:
+    small = replace(compute, gradients=tuple(replace(one, numel=8) for one in compute.gradients))
+    model = make_job(small, 0).model
+    assert isinstance(model, AcceleratedModel)
+    if waits:
+        next(iter(model.children())).register_forward_pre_hook(lambda *_: None)
+    lengths_s = []
+    for factor in (1.0, 3.0):
+        model.batch_factor, started_s = factor, clock.now_s
+        model(torch.zeros((), dtype=torch.float64)).backward()
+        lengths_s.append(clock.now_s - started_s)
+    assert lengths_s[1] == pytest.approx(3.0 * lengths_s[0], rel=0.01)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.search.shares import share_batch
+from planner.search.shares import follow_shares, share_batch
 
 
 def divisions(total: int, most: list[int]) -> Iterator[tuple[int, ...]]:
@@ -46,3 +46,25 @@ def test_a_thousand_ranks_of_eight_speeds() -> None:
     found = share_batch(64 * 1024, 500.0 * slow, 100.0 * slow, np.full(1024, 2**16))
     assert sum(found.shares) == 64 * 1024
     assert found.slowest_us <= found.bound_us + 100.0 * slow.max()
+
+
+def test_shares_that_follow_come_to_where_ranks_take_equally_long() -> None:
+    fixed, sample = np.array([50.0, 10.0, 0.0]), np.array([1.0, 2.0, 4.0])
+    shares = np.array([40, 40, 40])
+    best = share_batch(120, fixed, sample, np.full(3, 120)).slowest_us
+    seen = []
+    for _ in range(6):
+        seen.append(float((fixed + shares * sample).max()))
+        shares = follow_shares(shares, fixed + shares * sample, 120, 0.02)
+    assert shares.sum() == 120
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] <= 1.05 * best
+    assert follow_shares(shares, fixed + shares * sample, 120, 0.02).tolist() == shares.tolist()
+
+
+def test_shares_follow_no_noise_and_no_further_than_memory() -> None:
+    shares = np.array([10, 10])
+    assert follow_shares(shares, np.array([100.0, 104.0]), 20, 0.05).tolist() == [10, 10]
+    assert follow_shares(shares, np.array([100.0, 0.0]), 20, 0.05).tolist() == [10, 10]
+    assert follow_shares(shares, np.array([100.0, 300.0]), 20, 0.05).tolist() == [15, 5]
+    assert follow_shares(shares, np.array([100.0, 300.0]), 12, 0.05).tolist() == [12, 8]

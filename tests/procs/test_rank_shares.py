@@ -1,0 +1,49 @@
+"""Shares of the batch on real ranks, of which one is slow: from a profile to training."""
+
+from __future__ import annotations
+
+import pytest
+import share_checks
+
+from planner.jobs.launch import LocalWorld, run_ranks
+
+REFUSED = (
+    "session.sampler: found a plan without shares, expected global_batch",
+    "session.sampler: found global_batch=1, fewer samples than the 2 ranks",
+    "session.sampler: found global_batch=13, and shares of 12 samples in the plan",
+    "ShareSampler: found 1 samples for 2 ranks, expected at least one for each",
+)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_profile_gives_shares_that_train_as_one_process(whole: bool) -> None:
+    found, other = run_ranks(LocalWorld(ranks=2), share_checks.profiled_and_trained, whole)
+    profile, plan = found["profile"], found["plan"]
+    assert profile == other["profile"]
+    assert profile.world.batch_per_rank == 16
+    for rank, expected_s in zip(profile.compute.by_rank, share_checks.SAMPLE_S, strict=True):
+        assert rank.sample_us == pytest.approx(1e6 * expected_s, rel=0.2)
+        assert rank.fixed_us == pytest.approx(1e6 * share_checks.FIXED_S, rel=0.6)
+    assert sum(plan.shares.values()) == share_checks.GLOBAL_BATCH
+    assert plan.shares["0"] == pytest.approx(2 * plan.shares["1"], abs=3)
+    assert max(found["apart"], other["apart"]) < 1e-12
+
+
+def test_shares_follow_measured_times_from_pass_to_pass() -> None:
+    ranks = run_ranks(LocalWorld(ranks=2), share_checks.following)
+    first, second = ranks
+    assert first["shares"] == second["shares"]
+    assert first["shares"] == [(6, 6)] * 2 + [(8, 4)]
+    assert [one["share"] for one in ranks] == [8, 4]
+    for drawn in zip(first["drawn"], second["drawn"], strict=True):
+        assert sorted([*drawn[0], *drawn[1]]) == list(range(48))
+    for one in ranks:  # what is left of a pass is drawn again, with its shares
+        assert one["continued shares"] == (8, 4)
+        assert one["continued"] == one["drawn"][-1][2 * one["share"] :]
+        assert [problem.startswith(said) for problem, said in zip(one["problems"], REFUSED, strict=True)] == [True] * 4
+
+
+def test_shares_stay_where_the_run_may_only_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANNER", "report")
+    ranks = run_ranks(LocalWorld(ranks=2), share_checks.following)
+    assert all(one["shares"] == [(6, 6)] * 3 for one in ranks)
