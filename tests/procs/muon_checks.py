@@ -142,8 +142,8 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def by_ddp(make: Callable[[Any], Optimizer], **options: Any) -> nn.Module:
-    model = Mixer()
+def by_ddp(make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    model = Mixer().to(dtype)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     no_sync = wrapped.no_sync if options.get("every", 1) > 1 else None
     train(model, wrapped, optimizers(model, make), no_sync=no_sync, **options)
@@ -163,6 +163,28 @@ def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | 
     assert report is not None
     assert report.parameters == len(MATRICES)
     return equal(model, by_ddp(make, **options))
+
+
+def in_another_order() -> dict[str, float]:
+    """Return how far weights are from those of DDP, by optimizer; infinite where owners do not give the bits of every
+    rank repeating.
+
+    In float64: there the order of the sums of gradients does not decide how Newton–Schulz rounds to bfloat16.
+    """
+    ranks, found = dist.get_world_size(), dict[str, float]()
+    for name, make in MAKERS.items():
+        ends = []
+        for owners in ({}, owners_of(ranks), dict.fromkeys(MATRICES, ranks - 1)):
+            model = Mixer().double()
+            made, plain = optimizers(model, make), plan_of(model, 4)
+            session = planner.attach(model, made, shared(plain, owners) if owners else plain)
+            train(model, model, made)
+            session.detach()
+            ends.append(list(model.parameters()))
+        same = all(torch.equal(a, b) for end in ends[1:] for a, b in zip(ends[0], end, strict=True))
+        pairs = zip(ends[0], by_ddp(make, torch.float64).parameters(), strict=True)
+        found[name] = max(float((a - b).abs().max()) for a, b in pairs) if same else float("inf")
+    return found
 
 
 def everything() -> dict[str, Any]:
