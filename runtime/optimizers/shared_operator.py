@@ -116,7 +116,9 @@ class SharedOperator:
                 self._time(self._clock)
             return
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
-        unknown = [p for p in groups if p not in self._forms]
+        unknown = [p for p in groups if p not in self._forms and p in self._names]
+        for own in (p for p in groups if p not in self._forms and p not in self._names):
+            self._forms[own] = self._form_of_own(own, groups[own])
         if unknown:
             self._learn(groups, unknown)
             return
@@ -190,6 +192,11 @@ class SharedOperator:
                 f"expected a call in every step in which it has a gradient"
             )
         return found
+
+    def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
+        """Return the form of the result of a parameter that each rank trains by itself; the others do not take part."""
+        found = self.run_one(parameter, group, self._operator.compute)
+        return None if found is None else Result(tuple(found.shape), found.dtype)
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -273,18 +280,19 @@ class SharedOperator:
             )
         elif any(writes for *_, writes in calls):
             problem = "its operator writes to the optimizer's state"
-        mine = (problem, [(self._name(p), str(form), digest) for p, (_, form, digest, _) in
-                          zip(expected, calls, strict=False)])  # fmt: skip
+        results = zip(expected, calls, strict=False)
+        mine = (problem, [(self._names[p], str(form), digest) for p, (_, form, digest, _) in results
+                          if p in self._names])  # fmt: skip
         everyone = self._world.gather(mine, f"comparing results of the operator of {self._what}")
         problem = next((found for found, _ in everyone if found), None)
-        results = [of_rank for _, of_rank in everyone]
+        by_rank = [of_rank for _, of_rank in everyone]
         if problem is None:
-            for rank, theirs in enumerate(results):
-                odd = next((a for a, b in zip(theirs, results[0], strict=False) if a != b), None)
-                if odd is not None or len(theirs) != len(results[0]):
+            for rank, theirs in enumerate(by_rank):
+                odd = next((a for a, b in zip(theirs, by_rank[0], strict=False) if a != b), None)
+                if odd is not None or len(theirs) != len(by_rank[0]):
                     what = (
                         "other parameters"
-                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in results[0])
+                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in by_rank[0])
                         else f"another result of {odd[0]}"
                     )
                     problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"

@@ -46,6 +46,22 @@ class Mixer(nn.Module):
         return logits
 
 
+class WithExpert(Mixer):
+    """Has a matrix that ranks do not average, which rank 1 uses from the third forward on only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.expert, self.calls = nn.Linear(12, 5, bias=False), 0
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["expert.weight"])
+
+    def forward(self, tokens: Tensor, side: bool) -> Tensor:
+        """Logits, shape (batch, 5)."""
+        self.calls += 1
+        logits = super().forward(tokens, side)
+        return logits + self.expert(self.embed(tokens).mean(1)) if self.calls > 2 or dist.get_rank() != 1 else logits
+
+
 MATRICES = ("up.weight", "down.weight", "side.weight", "never.weight")
 
 
@@ -89,8 +105,9 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 def optimizers(model: nn.Module, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
     """Return the matrix optimizer of the matrices, and AdamW of the rest."""
     named = dict(model.named_parameters())
-    rest = [p for name, p in named.items() if name not in MATRICES and p.requires_grad]
-    return [make([named[name] for name in MATRICES]), torch.optim.AdamW(rest, lr=1e-2)]
+    matrices = [*[name for name in named if name.startswith("expert")], *MATRICES]
+    rest = [p for name, p in named.items() if name not in matrices and p.requires_grad]
+    return [make([named[name] for name in matrices]), torch.optim.AdamW(rest, lr=1e-2)]
 
 
 def batch(step: int) -> Tensor:
@@ -127,7 +144,8 @@ def train(
         if scaler is not None:
             for one in made:
                 scaler.unscale_(one)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        averaged = [p for name, p in model.named_parameters() if not name.startswith("expert")]
+        nn.utils.clip_grad_norm_(averaged, 0.05)
         order = made if step % 2 else made[::-1]
         for one in order if step % 4 != 3 else order[:1]:
             one.step() if scaler is None else scaler.step(one)
@@ -142,17 +160,22 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def by_ddp(make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    model = Mixer().to(dtype)
+def by_ddp(
+    make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32, kind: type[Mixer] = Mixer, **options: Any
+) -> nn.Module:
+    model = kind().to(dtype)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     no_sync = wrapped.no_sync if options.get("every", 1) > 1 else None
     train(model, wrapped, optimizers(model, make), no_sync=no_sync, **options)
     return model
 
 
-def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | None = None, **options: Any) -> bool:
+def as_ddp(
+    make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | None = None, kind: type[Mixer] = Mixer,
+    **options: Any,
+) -> bool:  # fmt: skip
     """Tell whether a shared run has the bits of DDP, and the state of an optimizer that computes all."""
-    model = Mixer()
+    model = kind()
     made = optimizers(model, make)
     plan = shared(plan_of(model, dist.get_world_size()), owners_of(dist.get_world_size()), gathers)
     session = planner.attach(model, made, plan)
@@ -162,7 +185,7 @@ def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | 
     session.detach()
     assert report is not None
     assert report.parameters == len(MATRICES)
-    return equal(model, by_ddp(make, **options))
+    return equal(model, by_ddp(make, kind=kind, **options))
 
 
 def in_another_order() -> dict[str, float]:
@@ -197,6 +220,7 @@ def everything() -> dict[str, Any]:
         single = [[name] for name in reversed(MATRICES)]
         found["as ddp"] |= {
             "a message for each": as_ddp(muon, single),
+            "own matrix": as_ddp(muon, kind=WithExpert),
             "accumulated": as_ddp(muon, every=2),
             "scaled": as_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
             "50 steps": as_ddp(muon, steps=50),
