@@ -57,6 +57,8 @@ class SharedOperator:
         self._gathers: list[list[Tensor]] = []
         self._forms: dict[Tensor, Result | None] = {}
         """Form of each known result; None: the step does not call the operator for the parameter, or not alike."""
+        self._callers: dict[Tensor, bool] = {}
+        """Whether the step calls the operator for a parameter, of those that were timed."""
         self._splits: dict[tuple[Tensor, ...], Split] = {}
         self._open = ExitStack()
         """Holds the operator's replacement while the step runs."""
@@ -155,6 +157,10 @@ class SharedOperator:
             end()
 
     def _time(self, clock: Clock) -> None:
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for p in (p for p in groups if p not in self._callers):  # other groups of one class may have no operator
+            self._callers[p] = self.run_one(p, groups[p], lambda matrix, _: matrix) is not None
+        called = [p for p in groups if self._callers[p]]
         marks: list[tuple[Any, Any, int]] = []
 
         def timed(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -164,7 +170,6 @@ class SharedOperator:
             return result
 
         def keep() -> None:
-            called = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             if len(called) == len(marks):  # else the operator is not called once for each
                 self._marks.append(dict(zip(called, marks, strict=True)))
 
@@ -243,8 +248,8 @@ class SharedOperator:
         for parameter in groups:
             digest: list[str] = []
 
-            def look(matrix: Tensor, _: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
-                digest.append(_digest(matrix))
+            def look(matrix: Tensor, group: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
+                digest.append(_digest(matrix, group))
                 return matrix
 
             if self.run_one(parameter, groups[parameter], look) is not None:
@@ -258,7 +263,7 @@ class SharedOperator:
         }
 
         def observe(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-            before, version = _digest(matrix), matrix._version
+            before, version = _digest(matrix, group), matrix._version
             result = self._operator.compute(matrix, group)
             writes = matrix._version != version and matrix.untyped_storage().data_ptr() in state
             calls.append((before, Result(tuple(result.shape), result.dtype), _digest(result), writes))
@@ -320,6 +325,8 @@ def _by_dtype(
     return list(found.values())
 
 
-def _digest(tensor: Tensor) -> str:
+def _digest(tensor: Tensor, group: Mapping[str, Any] | None = None) -> str:
+    """Return a digest of a matrix, and of the options that an operator gets with it."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+    options = sorted((name, str(value)) for name, value in (group or {}).items() if name != "params")
+    return hashlib.sha256(raw.numpy().tobytes() + str(options).encode()).hexdigest()

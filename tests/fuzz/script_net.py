@@ -42,10 +42,12 @@ class Together:
         """Of all."""
         return [group for one in self.each for group in one.param_groups]
 
-    def step(self) -> None:
-        """One after the other."""
-        for one in self.each:
+    def step(self, *arguments: Any) -> Any:
+        """One after the other; the first gets a closure."""
+        result = self.each[0].step(*arguments)
+        for one in self.each[1:]:
             one.step()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of all."""

@@ -281,9 +281,8 @@ def normal(script: Script) -> Script:
         dtype = "float64"  # sums have several orders
     if optimizer == "muon" and script.kind not in WITH_MUON:
         optimizer = "adamw"
-    if optimizer == "muon":  # a bit of bfloat16 of a gradient may be any part of an orthogonalized matrix
-        drop = ("closure", "autocast") if script.ranks > 2 else ("closure",)
-        actions = [a for a in actions if a.name != "loop" or a.arguments[0] not in drop]
+    if optimizer == "muon" and script.ranks > 2:  # the last bit of a narrow gradient may be much of a direction
+        actions = [a for a in actions if a.name != "loop" or a.arguments[0] != "autocast"]
     if script.kind == "delayed":
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
     if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers

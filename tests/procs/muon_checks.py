@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,9 @@ class Whitened(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update once."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         self.calls += 1
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
@@ -128,11 +132,13 @@ def owners_of(ranks: int) -> dict[str, int]:
 def train(
     model: nn.Module, forward: nn.Module, made: list[Optimizer], first: int = 0, steps: int = STEPS,
     scaler: torch.amp.GradScaler | None = None, every: int = 1,
-    no_sync: Callable[[], Any] | None = None,
+    no_sync: Callable[[], Any] | None = None, closures: bool = False,
 ) -> None:  # fmt: skip
-    """Train: clipped, with schedulers, accumulating over `every` micro-batches."""
+    """Train: clipped, with schedulers, accumulating over `every` micro-batches; `closures`: in the first's step."""
     schedules = [lr_scheduler.StepLR(one, 2, 0.7) for one in made]
-    for step in range(first, first + steps):
+    averaged = [p for name, p in model.named_parameters() if not name.startswith("expert")]
+
+    def gradients(step: int) -> None:
         for one in made:
             one.zero_grad()
         for micro in range(every):
@@ -141,11 +147,16 @@ def train(
             with context:
                 loss = forward(batch(every * step + micro), dist.get_rank() == 0).square().mean()
                 (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            for one in made:
-                scaler.unscale_(one)
-        averaged = [p for name, p in model.named_parameters() if not name.startswith("expert")]
+        for one in made if scaler is not None else ():
+            scaler.unscale_(one)
         nn.utils.clip_grad_norm_(averaged, 0.05)
+
+    for step in range(first, first + steps):
+        if closures:
+            made[0].step(partial(gradients, step))
+            made[1].step()
+            continue
+        gradients(step)
         order = made if step % 2 else made[::-1]
         for one in order if step % 4 != 3 else order[:1]:
             one.step() if scaler is None else scaler.step(one)
@@ -220,6 +231,8 @@ def everything() -> dict[str, Any]:
         single = [[name] for name in reversed(MATRICES)]
         found["as ddp"] |= {
             "a message for each": as_ddp(muon, single),
+            "closures": as_ddp(muon, closures=True),
+            "closures, own": as_ddp(MAKERS["own"], closures=True),
             "own matrix": as_ddp(muon, kind=WithExpert),
             "accumulated": as_ddp(muon, every=2),
             "scaled": as_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
