@@ -296,10 +296,10 @@ def normal(script: Script) -> Script:
     weights = (
         script.weights
         if script.kind != "delayed"
-        and not {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3")}
+        and not {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3"), ("own", "each")}
         & {action.arguments for action in actions}
         else ""
-    )  # without which averages that are not zeroed are added behind those of the step
+    )  # without which averages that are not zeroed, and gradients of ranks' own, are added behind those of the step
     framework = script.framework if optimizer != "lbfgs" else ""
     if framework:
         actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]
