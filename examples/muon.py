@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from planner import TrainingJob
 
-VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 512, 256, 4, 4, 32, 2
+VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 512, 256, 4, 4, 32, 4
 
 
 class Block(nn.Module):

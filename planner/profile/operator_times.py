@@ -50,10 +50,10 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
             if names.get(parameter) not in timed:
                 continue
             form = tuple(parameter.shape), parameter.dtype
+            matrix = _matrix(alone, parameter, group)
+            if matrix is None:  # also of a shape that others have
+                continue
             if form not in forms:
-                matrix = _matrix(alone, parameter, group)
-                if matrix is None:
-                    continue
                 runs.append(partial(operator.compute, matrix, group))
                 forms[form] = []
             forms[form].append(names[parameter])

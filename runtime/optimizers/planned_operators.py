@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.comm.world import World
-from runtime.core.closures import is_closure
+from runtime.core.closures import Closure, is_closure, with_closures
 from runtime.monitor.clock import Clock
 from runtime.optimizers.norms import KEPT_STEPS
 from runtime.optimizers.shared_operator import SharedOperator
@@ -75,13 +75,29 @@ class PlannedOperators:
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        """Compute this rank's share, if the optimizer has one; a closure makes the gradients later, so that every rank
-        computes all operators of that step.
+    ) -> Any:
+        """Compute this rank's share, if the optimizer has one, or return arguments of the step whose closure does so
+        after its backward.
         """
         shared = next((one for one in self._shared if one.optimizer is optimizer), None)
-        if shared is None or any(map(is_closure, (*arguments, *keywords.values()))):
-            return
+        if shared is None:
+            return None
+        if any(map(is_closure, (*arguments, *keywords.values()))):
+            return with_closures(lambda closure: self._computing(shared, closure), arguments, keywords)
+        self._compute(shared)
+        return None
+
+    def _computing(self, shared: SharedOperator, closure: Closure) -> Closure:
+        """Return a closure after which this rank's share has been computed."""
+
+        def run() -> Any:
+            loss = closure()
+            self._compute(shared)
+            return loss
+
+        return run
+
+    def _compute(self, shared: SharedOperator) -> None:
         begin = self._clock.mark()
         shared.before_step()
         if shared.shared:

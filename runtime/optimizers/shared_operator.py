@@ -57,6 +57,8 @@ class SharedOperator:
         self._gathers: list[list[Tensor]] = []
         self._forms: dict[Tensor, Result | None] = {}
         """Form of each known result; None: the step does not call the operator for the parameter, or not alike."""
+        self._callers: dict[Tensor, bool] = {}
+        """Whether the step calls the operator for a parameter, of those that were timed."""
         self._splits: dict[tuple[Tensor, ...], Split] = {}
         self._open = ExitStack()
         """Holds the operator's replacement while the step runs."""
@@ -116,7 +118,9 @@ class SharedOperator:
                 self._time(self._clock)
             return
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
-        unknown = [p for p in groups if p not in self._forms]
+        unknown = [p for p in groups if p not in self._forms and p in self._names]
+        for own in (p for p in groups if p not in self._forms and p not in self._names):
+            self._forms[own] = self._form_of_own(own, groups[own])
         if unknown:
             self._learn(groups, unknown)
             return
@@ -153,6 +157,10 @@ class SharedOperator:
             end()
 
     def _time(self, clock: Clock) -> None:
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for p in (p for p in groups if p not in self._callers):  # other groups of one class may have no operator
+            self._callers[p] = self.run_one(p, groups[p], lambda matrix, _: matrix) is not None
+        called = [p for p in groups if self._callers[p]]
         marks: list[tuple[Any, Any, int]] = []
 
         def timed(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -162,7 +170,6 @@ class SharedOperator:
             return result
 
         def keep() -> None:
-            called = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             if len(called) == len(marks):  # else the operator is not called once for each
                 self._marks.append(dict(zip(called, marks, strict=True)))
 
@@ -190,6 +197,11 @@ class SharedOperator:
                 f"expected a call in every step in which it has a gradient"
             )
         return found
+
+    def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
+        """Return the form of the result of a parameter that each rank trains by itself; the others do not take part."""
+        found = self.run_one(parameter, group, self._operator.compute)
+        return None if found is None else Result(tuple(found.shape), found.dtype)
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -236,8 +248,8 @@ class SharedOperator:
         for parameter in groups:
             digest: list[str] = []
 
-            def look(matrix: Tensor, _: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
-                digest.append(_digest(matrix))
+            def look(matrix: Tensor, group: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
+                digest.append(_digest(matrix, group))
                 return matrix
 
             if self.run_one(parameter, groups[parameter], look) is not None:
@@ -251,7 +263,7 @@ class SharedOperator:
         }
 
         def observe(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-            before, version = _digest(matrix), matrix._version
+            before, version = _digest(matrix, group), matrix._version
             result = self._operator.compute(matrix, group)
             writes = matrix._version != version and matrix.untyped_storage().data_ptr() in state
             calls.append((before, Result(tuple(result.shape), result.dtype), _digest(result), writes))
@@ -273,18 +285,19 @@ class SharedOperator:
             )
         elif any(writes for *_, writes in calls):
             problem = "its operator writes to the optimizer's state"
-        mine = (problem, [(self._name(p), str(form), digest) for p, (_, form, digest, _) in
-                          zip(expected, calls, strict=False)])  # fmt: skip
+        results = zip(expected, calls, strict=False)
+        mine = (problem, [(self._names[p], str(form), digest) for p, (_, form, digest, _) in results
+                          if p in self._names])  # fmt: skip
         everyone = self._world.gather(mine, f"comparing results of the operator of {self._what}")
         problem = next((found for found, _ in everyone if found), None)
-        results = [of_rank for _, of_rank in everyone]
+        by_rank = [of_rank for _, of_rank in everyone]
         if problem is None:
-            for rank, theirs in enumerate(results):
-                odd = next((a for a, b in zip(theirs, results[0], strict=False) if a != b), None)
-                if odd is not None or len(theirs) != len(results[0]):
+            for rank, theirs in enumerate(by_rank):
+                odd = next((a for a, b in zip(theirs, by_rank[0], strict=False) if a != b), None)
+                if odd is not None or len(theirs) != len(by_rank[0]):
                     what = (
                         "other parameters"
-                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in results[0])
+                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in by_rank[0])
                         else f"another result of {odd[0]}"
                     )
                     problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"
@@ -312,6 +325,8 @@ def _by_dtype(
     return list(found.values())
 
 
-def _digest(tensor: Tensor) -> str:
+def _digest(tensor: Tensor, group: Mapping[str, Any] | None = None) -> str:
+    """Return a digest of a matrix, and of the options that an operator gets with it."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+    options = sorted((name, str(value)) for name, value in (group or {}).items() if name != "params")
+    return hashlib.sha256(raw.numpy().tobytes() + str(options).encode()).hexdigest()

@@ -248,8 +248,8 @@ class Session:
         replaced = None
         for mode in self._modes:
             replaced = mode.hooks.before_step(arguments, keywords) or replaced
-        self._operators.before_step(optimizer, arguments, keywords)
-        return replaced
+        given = replaced or (arguments, keywords)
+        return self._operators.before_step(optimizer, *given) or replaced
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._operators.after_step(optimizer)

@@ -18,6 +18,7 @@ from runtime.core.hooks import GradientHook
 from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.delay.server import Server
+from runtime.optimizers.shared_operator import SharedOperator
 from runtime.session.session import Session
 from runtime.sharded import awaited
 from runtime.sharded import exchange as sharded
@@ -40,6 +41,11 @@ _update = Server.update
 
 def _faster(self: Server, rates: Any, *arguments: Any) -> None:
     _update(self, [rate | {"lr": rate["lr"] * 1.01} for rate in rates], *arguments)
+
+
+def _without_momentum(self: SharedOperator, parameter: Tensor, group: Any) -> Tensor:
+    assert parameter.grad is not None
+    return self._operator.compute(parameter.grad, group)
 
 
 @contextlib.contextmanager
@@ -85,6 +91,9 @@ FAULTS = {
         awaited, "_asks_nothing", lambda _: True, "late: loop ema copy; train 2"
     ),
     "owners go further than they should": Fault(Server, "update", _faster, "delayed dtype=float64: train 4"),
+    "owners orthogonalize gradients without momentum": Fault(
+        SharedOperator, "_result", _without_momentum, "exact optimizer=muon: train 3"
+    ),
     "closures' losses are not averaged": Fault(
         LossAveraging, "install", lambda *_: [], "exact optimizer=lbfgs: train 2"
     ),

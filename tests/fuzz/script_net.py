@@ -15,6 +15,7 @@ from runtime.plan import (
     CompressorSpec,
     DelaySpec,
     ModelReference,
+    OperatorPlan,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -29,12 +30,66 @@ DENSITY = 0.3
 """What sparse buckets send."""
 DELAY = DelaySpec(steps=2, warmup_steps=2, alpha=1.0, beta=0.0, local_lr_scale=1.0)
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+
+class Together:
+    """Several optimizers of one model, with the methods of one that scripts call."""
+
+    def __init__(self, *each: Any) -> None:
+        self.each = each
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all."""
+        return [group for one in self.each for group in one.param_groups]
+
+    def step(self, *arguments: Any) -> Any:
+        """One after the other; the first gets a closure."""
+        result = self.each[0].step(*arguments)
+        for one in self.each[1:]:
+            one.step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of all."""
+        for one in self.each:
+            one.zero_grad(set_to_none)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """To the last, which takes parameters of any shape."""
+        self.each[-1].add_param_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states, with keys of their own."""
+        states = [one.state_dict() for one in self.each]
+        state = {f"{at}.{key}": value for at, one in enumerate(states) for key, value in one["state"].items()}
+        return {"state": state, "each": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        for one, own in zip(self.each, state["each"], strict=True):
+            getattr(one, "optimizer", one).load_state_dict(own)
+
+
+def each_of(optimizer: Any) -> tuple[Any, ...]:
+    """One by one."""
+    return optimizer.each if isinstance(optimizer, Together) else (optimizer,)
+
+
+def _muon(parameters: Iterable[nn.Parameter]) -> Together:
+    """Muon for matrices of hidden layers, AdamW for the rest."""
+    listed = list(parameters)
+    hidden = [p.ndim == 2 and len(p) != CLASSES for p in listed]
+    matrices, rest = ([p for p, one in zip(listed, hidden, strict=True) if one is of] for of in (True, False))
+    return Together(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01))
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "adamw_loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5),
+    "muon": _muon,
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
 }
 
@@ -179,8 +234,16 @@ def _step(kind: str, buckets: int) -> StepPlan:
     return StepPlan(sharded=True, gather="forward", gathers=tuple(groups))
 
 
-def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int) -> Plan:
-    """Buckets of `group` gradients in reverse order of registration."""
+def _operators(matrices: Sequence[str], group: int, ranks: int) -> OperatorPlan | None:
+    """Owners one after the other, results in messages of `group`; every rank computes all where it is 2."""
+    if not matrices or group == 2:
+        return None
+    messages = tuple(tuple(matrices[i : i + group]) for i in range(0, len(matrices), group))
+    return OperatorPlan(owners={name: (at + group) % ranks for at, name in enumerate(matrices)}, gathers=messages)
+
+
+def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int, matrices: Sequence[str] = ()) -> Plan:
+    """Buckets of `group` gradients in reverse order of registration; `matrices`: parameters of Muon."""
     names = list(reversed(parameters))
     sparse = {
         "collective": "sparse",
@@ -195,6 +258,9 @@ def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int) -> Pla
         accuracy={"sparse": "bounded", "delayed": "relaxed"}.get(kind, "exact"),
         buckets=buckets,
         delay=DELAY if kind == "delayed" else None,
-        updates=UpdatePlan(step=_step(kind, len(buckets))) if kind in INTERFACES else None,
+        updates=UpdatePlan(
+            step=_step(kind, len(buckets)) if kind in INTERFACES else None,
+            operator=_operators(matrices, group, ranks),
+        ),
         interface=INTERFACES.get(kind),
     )

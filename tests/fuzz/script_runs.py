@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model_trainers import follow_rank_0
-from script_net import BATCH, OPTIMIZERS, WIDTH, Net, batch, loss_of
+from script_net import BATCH, OPTIMIZERS, WIDTH, Net, Together, batch, each_of, loss_of
 from script_sides import DDPSide, PlanSide, Servers
 from scripts import RULES, SHARED, Action, Script
 from torch import Tensor, nn
@@ -320,8 +320,8 @@ class Run:
         self.habits[habit] = value
         if habit == "schedule":
             make = torch.optim.lr_scheduler.StepLR if value == "step" else torch.optim.lr_scheduler.CosineAnnealingLR
-            inner = self.optimizer.optimizer if isinstance(self.optimizer, Wrapper) else self.optimizer
-            self.schedulers.append(make(inner, 2))
+            for one in each_of(self.optimizer):
+                self.schedulers.append(make(one.optimizer if isinstance(one, Wrapper) else one, 2))
         if habit == "second" and self.second is None:
             model = Net((), self.dtype)
             optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -440,7 +440,8 @@ class Run:
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad, group=self.members)
         if self._habit("scaler") == "unscale":
-            self.scaler.unscale_(self.optimizer)
+            for one in each_of(self.optimizer):
+                self.scaler.unscale_(one)
         first, middle = self.model.first.weight, self.model.middle.weight
         if self._habit("edit") and first.grad is not None and middle.grad is not None:
             EDITS[self._habit("edit")](first, middle)
@@ -456,7 +457,8 @@ class Run:
 
     def _update(self) -> None:
         if self._habit("scaler"):
-            self.scaler.step(self.optimizer)
+            for one in each_of(self.optimizer):
+                self.scaler.step(one)
             self.scaler.update()
             self.note("scale", self.scaler.get_scale())
         else:
@@ -697,8 +699,9 @@ class Run:
 
     def do_wrapper(self) -> None:
         """The optimizer in another object."""
-        if not isinstance(self.optimizer, Wrapper):
-            self.optimizer = Wrapper(self.optimizer)
+        each = each_of(self.optimizer)
+        if not isinstance(each[0], Wrapper):
+            self.optimizer = Wrapper(each[0]) if len(each) == 1 else Together(*map(Wrapper, each))
 
     def do_exchange(self, how: str) -> None:
         """Weights by `.data`."""
@@ -759,7 +762,10 @@ class Run:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         parameters = list(self.model.parameters())
-        if kind is not Wrapper:
+        if kind is Together:
+            for _ in groups[len(each_of(self.optimizer)) :]:
+                self.do_add_group()
+        elif kind is not Wrapper:
             self.optimizer = kind(parameters[: groups[0]], lr=0.01)
             self._watch_momenta()
             for _ in groups[1:]:

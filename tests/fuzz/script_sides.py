@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import GradientState
 from model_trainers import follow_rank_0
-from script_net import DENSITY, Net, plan_of
+from script_net import DENSITY, Net, each_of, plan_of
 from scripts import SHARED, Script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import runtime
 from planner.integrations.accelerate import PlannerAccelerator
 from runtime.checks.plan import trainable_parameters
+from runtime.optimizers.kinds import inner_optimizers
 from runtime.session.session import Session
 
 WAIT_S = 20.0
@@ -107,7 +108,7 @@ class PlanSide:
         """Makes a session; the loop calls what it called."""
         self._arguments, self._names = (target, model, optimizer, loss_scale), ()
         self.session = runtime.attach(
-            target, optimizer, self._plan(), None if self.group is dist.group.WORLD else self.group,
+            target, each_of(optimizer), self._plan(), None if self.group is dist.group.WORLD else self.group,
             timeout_s=WAIT_S, guard=False, broadcast_buffers=not self.script.broadcast,
             weight=(lambda: 3.0) if self.script.weights else None,
             loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
@@ -116,8 +117,12 @@ class PlanSide:
         return target
 
     def _plan(self) -> runtime.Plan:
-        names = list(self._names or trainable_parameters(self._arguments[1]))
-        return plan_of(names, self._kind, self._buckets, dist.get_world_size(self.group))
+        _, model, optimizer, _ = self._arguments
+        names = list(self._names or trainable_parameters(model))
+        muons = [one for one in inner_optimizers(each_of(optimizer)) if isinstance(one, torch.optim.Muon)]
+        owned = {id(p) for one in muons for group in one.param_groups for p in group["params"]}
+        matrices = [name for name, p in model.named_parameters() if name in names and id(p) in owned]
+        return plan_of(names, self._kind, self._buckets, dist.get_world_size(self.group), matrices)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """The session's."""
@@ -190,7 +195,7 @@ class WithAccelerator:
         told = DistributedDataParallelKwargs(**told_of(self.script))
         self.accelerator = make(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[told])
         self.prepared: nn.Module
-        self.prepared, _ = self.accelerator.prepare(model, optimizer)
+        self.prepared, *_ = self.accelerator.prepare(model, *each_of(optimizer))
         return self.prepared
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:

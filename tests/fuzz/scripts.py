@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 KINDS = ("exact", "sparse", "sharded", "delayed", "late")
 """Of the plan; `late` is sharded, with gathers beside the next forward, and compared with that."""
 SHARED = ("sharded", "late")
+WITH_MUON = ("exact", "sparse")
+"""Kinds whose scripts may have Muon for matrices, whose operators owners compute, and AdamW for the rest."""
 FEATURES = (
     "norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart", "bank", "growing", "expert",
 )  # fmt: skip
@@ -224,7 +226,7 @@ def _draw(chance: random.Random) -> Script:
     kind = chance.choices(KINDS, (10, 4, 6, 4, 6))[0]
     ranks = 3 if chance.random() < 0.2 else 2
     features = tuple(feature for feature in FEATURES if chance.random() < 0.2)
-    optimizer = chance.choice(("sgd", "momentum", "adamw", "adamw", "rmsprop", "adamw_loop"))
+    optimizer = chance.choice(("sgd", "momentum", "adamw", "adamw", "rmsprop", "adamw_loop", "muon", "muon"))
     if kind == "exact" and chance.random() < 0.07:
         optimizer = "lbfgs"
     early = [_draw_action(chance, kind, early=True) for _ in range(chance.choice((0, 0, 1, 2)))]
@@ -277,6 +279,10 @@ def normal(script: Script) -> Script:
     dtype, optimizer, habit = script.dtype, script.optimizer, script.habit
     if script.ranks > 2 or script.kind in ("sharded", "delayed"):
         dtype = "float64"  # sums have several orders
+    if optimizer == "muon" and script.kind not in WITH_MUON:
+        optimizer = "adamw"
+    if optimizer == "muon" and script.ranks > 2:  # the last bit of a narrow gradient may be much of a direction
+        actions = [a for a in actions if a.name != "loop" or a.arguments[0] != "autocast"]
     if script.kind == "delayed":
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
     if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers
@@ -290,10 +296,10 @@ def normal(script: Script) -> Script:
     weights = (
         script.weights
         if script.kind != "delayed"
-        and not {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3")}
+        and not {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3"), ("own", "each")}
         & {action.arguments for action in actions}
         else ""
-    )  # without which averages that are not zeroed are added behind those of the step
+    )  # without which averages that are not zeroed, and gradients of ranks' own, are added behind those of the step
     framework = script.framework if optimizer != "lbfgs" else ""
     if framework:
         actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]

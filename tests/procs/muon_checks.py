@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,22 @@ class Mixer(nn.Module):
         return logits
 
 
+class WithExpert(Mixer):
+    """Has a matrix that ranks do not average, which rank 1 uses from the third forward on only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.expert, self.calls = nn.Linear(12, 5, bias=False), 0
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["expert.weight"])
+
+    def forward(self, tokens: Tensor, side: bool) -> Tensor:
+        """Logits, shape (batch, 5)."""
+        self.calls += 1
+        logits = super().forward(tokens, side)
+        return logits + self.expert(self.embed(tokens).mean(1)) if self.calls > 2 or dist.get_rank() != 1 else logits
+
+
 MATRICES = ("up.weight", "down.weight", "side.weight", "never.weight")
 
 
@@ -68,6 +85,9 @@ class Whitened(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update once."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         self.calls += 1
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
@@ -89,8 +109,9 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 def optimizers(model: nn.Module, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
     """Return the matrix optimizer of the matrices, and AdamW of the rest."""
     named = dict(model.named_parameters())
-    rest = [p for name, p in named.items() if name not in MATRICES and p.requires_grad]
-    return [make([named[name] for name in MATRICES]), torch.optim.AdamW(rest, lr=1e-2)]
+    matrices = [*[name for name in named if name.startswith("expert")], *MATRICES]
+    rest = [p for name, p in named.items() if name not in matrices and p.requires_grad]
+    return [make([named[name] for name in matrices]), torch.optim.AdamW(rest, lr=1e-2)]
 
 
 def batch(step: int) -> Tensor:
@@ -111,11 +132,13 @@ def owners_of(ranks: int) -> dict[str, int]:
 def train(
     model: nn.Module, forward: nn.Module, made: list[Optimizer], first: int = 0, steps: int = STEPS,
     scaler: torch.amp.GradScaler | None = None, every: int = 1,
-    no_sync: Callable[[], Any] | None = None,
+    no_sync: Callable[[], Any] | None = None, closures: bool = False,
 ) -> None:  # fmt: skip
-    """Train: clipped, with schedulers, accumulating over `every` micro-batches."""
+    """Train: clipped, with schedulers, accumulating over `every` micro-batches; `closures`: in the first's step."""
     schedules = [lr_scheduler.StepLR(one, 2, 0.7) for one in made]
-    for step in range(first, first + steps):
+    averaged = [p for name, p in model.named_parameters() if not name.startswith("expert")]
+
+    def gradients(step: int) -> None:
         for one in made:
             one.zero_grad()
         for micro in range(every):
@@ -124,10 +147,16 @@ def train(
             with context:
                 loss = forward(batch(every * step + micro), dist.get_rank() == 0).square().mean()
                 (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            for one in made:
-                scaler.unscale_(one)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for one in made if scaler is not None else ():
+            scaler.unscale_(one)
+        nn.utils.clip_grad_norm_(averaged, 0.05)
+
+    for step in range(first, first + steps):
+        if closures:
+            made[0].step(partial(gradients, step))
+            made[1].step()
+            continue
+        gradients(step)
         order = made if step % 2 else made[::-1]
         for one in order if step % 4 != 3 else order[:1]:
             one.step() if scaler is None else scaler.step(one)
@@ -142,17 +171,22 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def by_ddp(make: Callable[[Any], Optimizer], **options: Any) -> nn.Module:
-    model = Mixer()
+def by_ddp(
+    make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32, kind: type[Mixer] = Mixer, **options: Any
+) -> nn.Module:
+    model = kind().to(dtype)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     no_sync = wrapped.no_sync if options.get("every", 1) > 1 else None
     train(model, wrapped, optimizers(model, make), no_sync=no_sync, **options)
     return model
 
 
-def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | None = None, **options: Any) -> bool:
+def as_ddp(
+    make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | None = None, kind: type[Mixer] = Mixer,
+    **options: Any,
+) -> bool:  # fmt: skip
     """Tell whether a shared run has the bits of DDP, and the state of an optimizer that computes all."""
-    model = Mixer()
+    model = kind()
     made = optimizers(model, make)
     plan = shared(plan_of(model, dist.get_world_size()), owners_of(dist.get_world_size()), gathers)
     session = planner.attach(model, made, plan)
@@ -162,7 +196,29 @@ def as_ddp(make: Callable[[Any], Optimizer], gathers: Iterable[Iterable[str]] | 
     session.detach()
     assert report is not None
     assert report.parameters == len(MATRICES)
-    return equal(model, by_ddp(make, **options))
+    return equal(model, by_ddp(make, kind=kind, **options))
+
+
+def in_another_order() -> dict[str, float]:
+    """Return how far weights are from those of DDP, by optimizer; infinite where owners do not give the bits of every
+    rank repeating.
+
+    In float64: there the order of the sums of gradients does not decide how Newton–Schulz rounds to bfloat16.
+    """
+    ranks, found = dist.get_world_size(), dict[str, float]()
+    for name, make in MAKERS.items():
+        ends = []
+        for owners in ({}, owners_of(ranks), dict.fromkeys(MATRICES, ranks - 1)):
+            model = Mixer().double()
+            made, plain = optimizers(model, make), plan_of(model, 4)
+            session = planner.attach(model, made, shared(plain, owners) if owners else plain)
+            train(model, model, made)
+            session.detach()
+            ends.append(list(model.parameters()))
+        same = all(torch.equal(a, b) for end in ends[1:] for a, b in zip(ends[0], end, strict=True))
+        pairs = zip(ends[0], by_ddp(make, torch.float64).parameters(), strict=True)
+        found[name] = max(float((a - b).abs().max()) for a, b in pairs) if same else float("inf")
+    return found
 
 
 def everything() -> dict[str, Any]:
@@ -175,6 +231,9 @@ def everything() -> dict[str, Any]:
         single = [[name] for name in reversed(MATRICES)]
         found["as ddp"] |= {
             "a message for each": as_ddp(muon, single),
+            "closures": as_ddp(muon, closures=True),
+            "closures, own": as_ddp(MAKERS["own"], closures=True),
+            "own matrix": as_ddp(muon, kind=WithExpert),
             "accumulated": as_ddp(muon, every=2),
             "scaled": as_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
             "50 steps": as_ddp(muon, steps=50),

@@ -19,8 +19,12 @@ from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure, InputError
 
 ROOT = Path(__file__).parents[2]
-EXCHANGES = {"accelerate_loop": ["24"], "trainer_script": ["16", "8"], "lightning_module": ["24", "8"]}
-"""By example, how often gradients are exchanged: once for each step of the optimizer, not for each micro-batch."""
+EXCHANGES = {
+    "accelerate_loop": ["24"], "trainer_script": ["16", "8"], "lightning_module": ["24", "8"],
+    "accelerate_loop --muon": ["24"], "trainer_script --muon": ["16", "8"], "lightning_module --muon": ["48", "16"],
+}  # fmt: skip
+"""By example, how often gradients are exchanged: once for each step of the optimizer, not for each micro-batch; in
+Lightning's manual optimization for each batch."""
 PACKAGES = {"accelerate_loop": ["accelerate"], "trainer_script": ["accelerate", "transformers"],
             "lightning_module": ["lightning"]}  # fmt: skip
 
@@ -41,10 +45,12 @@ def printed(example: str, folder: Path, *options: str) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("example", EXCHANGES)
 def test_an_example_trains_as_with_ddp(tmp_path: Path, example: str) -> None:
-    for package in PACKAGES[example]:
+    name, *options = example.split()
+    for package in PACKAGES[name]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    expected, found = printed(example, tmp_path / "ddp", "--ddp"), printed(example, tmp_path / "planner")
+    expected = printed(name, tmp_path / "ddp", "--ddp", *options)
+    found = printed(name, tmp_path / "planner", *options)
     assert [line for line in found if line.startswith("loss")] == expected
     assert [line.split()[1] for line in found if line.startswith("exchanges")] == EXCHANGES[example]
 

@@ -24,6 +24,13 @@ def test_shared_operators_give_the_bits_of_ddp(results: list[dict[str, Any]]) ->
         assert rank["newton_schulz"]
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_on_more_ranks_weights_are_those_of_ddp_in_another_order_of_sums(ranks: int) -> None:
+    for found in run_ranks(LocalWorld(ranks=ranks), muon_checks.in_another_order):
+        assert found.keys() == muon_checks.MAKERS.keys()
+        assert max(found.values()) < 1e-12, found
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

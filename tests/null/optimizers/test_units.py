@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from runtime.comm.world import World
+from runtime.monitor.clock import WallClock
 from runtime.optimizers.kinds import find_not_elementwise
 from runtime.optimizers.shared_operator import SharedOperator
-from runtime.optimizers.units import BY_MATRIX, kind_name, operator_of, unit_of
+from runtime.optimizers.units import BY_MATRIX, OwnOperator, kind_name, operator_of, unit_of
 
 
 class Own(torch.optim.SGD):
@@ -101,3 +102,30 @@ def test_one_operator_is_found_without_a_trace(make: Any) -> None:
         optimizer.step()
         plain.step()
         assert all(map(torch.equal, parameters, expected))
+
+
+class OfGroups(torch.optim.Optimizer):
+    """Calls its operator for the parameters of one of its groups."""
+
+    unit = "matrix"
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return matrix.sign()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.operator(p.grad, group) if group["whole"] else p.grad)
+
+
+def test_operators_are_timed_of_the_groups_that_call_them() -> None:
+    one, other = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    optimizer = OfGroups([{"params": [one], "whole": False}, {"params": [other], "whole": True}], {})
+    shared = SharedOperator(optimizer, OwnOperator(optimizer), {one: "one", other: "other"}, World())
+    shared.observe(WallClock())
+    one.grad, other.grad = torch.ones(3, 3), torch.ones(3, 3)
+    shared.before_step()
+    optimizer.step()
+    shared.after_step()
+    assert list(shared.times_us()) == ["other"]
