@@ -33,8 +33,8 @@ class ShardedState(MutableMapping[Any, Any]):
         self, optimizer: torch.optim.Optimizer, own: dict[Any, Entries], slots: Mapping[int, Slot],
         pieces: Mapping[int, nn.Parameter], parts: Sequence[OwnPart],
     ) -> None:  # fmt: skip
-        """`own`: what the optimizer's step uses, by piece. `slots` and `pieces`: by `id` of the parameter. `parts`: this
-        rank's of all messages.
+        """`own`: what the optimizer's step uses, by piece. `slots` and `pieces`: by `id` of the parameter. `parts`:
+        this rank's of all messages.
         """
         self.own, self._optimizer, self._slots, self._pieces = own, optimizer, slots, pieces
         self._part_of = {slot.index: part for part in parts for slot in part.message.slots}

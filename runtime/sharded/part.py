@@ -107,7 +107,7 @@ class OwnPart(Part):
     def gathered(self, world: World, own: Tensor, doing: str, out: Tensor | None = None) -> Tensor:
         """Return every rank's vector of as many elements as its part has, one after the other; all ranks call this."""
         if len(set(self.sizes)) == 1:
-            return world.gather_parts(own, doing, out)
+            return world.gather_parts(own, doing) if out is None else world.gather_parts(own, doing, out)
         assert world.group is not None
         whole = own.new_empty(sum(self.sizes)) if out is None else out
         with world.error_context(doing):

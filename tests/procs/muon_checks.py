@@ -111,7 +111,7 @@ def owners_of(ranks: int) -> dict[str, int]:
 def train(
     model: nn.Module, forward: nn.Module, made: list[Optimizer], first: int = 0, steps: int = STEPS,
     scaler: torch.amp.GradScaler | None = None, every: int = 1,
-    no_sync: Callable[[], Any] | None = None,
+    no_sync: Callable[[], Any] | None = None, clip: float | None = 0.05,
 ) -> None:  # fmt: skip
     """Train: clipped, with schedulers, accumulating over `every` micro-batches."""
     schedules = [lr_scheduler.StepLR(one, 2, 0.7) for one in made]
@@ -127,7 +127,8 @@ def train(
         if scaler is not None:
             for one in made:
                 scaler.unscale_(one)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         order = made if step % 2 else made[::-1]
         for one in order if step % 4 != 3 else order[:1]:
             one.step() if scaler is None else scaler.step(one)
