@@ -1,4 +1,4 @@
-"""What the ranks of the tests of owned steps do: whole matrices on one rank each, against DDP and against sums by hand."""
+"""What the ranks of the tests of owned steps do: matrices on one rank each, against DDP and against sums by hand."""
 
 from __future__ import annotations
 
