@@ -119,6 +119,7 @@ def everything() -> dict[str, Any]:
                 by_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
             ),
         }
+        found["equal"] |= {"one rank has all": one_has_all(), "switched": switched(), "planned": planned()}
         found["late"] = late()
         found["refused"] = refusals()
     found["resumed"] = {name: resumed(OWNED[name]) for name in ("Muon", "with state")}
@@ -143,6 +144,75 @@ def resumed(make: Callable[[Any], Optimizer]) -> bool:
         ends.append(model)
     if dist.get_world_size() > 2:  # all-reduces have another order of sums
         return all(torch.allclose(a, b, atol=1e-2) for a, b in zip(*(one.parameters() for one in ends), strict=True))
+    return equal(*ends)
+
+
+def one_has_all() -> bool:
+    """The other rank has no part of any gradient, also where a GradScaler looks at them."""
+    ends = []
+    for has_all in (True, False):
+        model = Mixer()
+        made = optimizers(model, MAKERS["Muon"])
+        plan = plan_of(model, 4)
+        if has_all:
+            step = StepPlan(sharded=True, owners=dict.fromkeys(plan.gradients, 1))
+            plan = replace(plan, updates=UpdatePlan(step=step), interface=("sharded-step",))
+        session = planner.attach(model, made, plan)
+        train(model, model, made, steps=3, scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
+        session.detach()
+        ends.append(model)
+    return equal(*ends)
+
+
+def switched() -> bool:
+    """From every rank repeating to owners, to other owners, to equal parts of what has none, and back."""
+    ends = []
+    for owners in (True, False):
+        model = Mixer()
+        made = optimizers(model, MAKERS["Muon"])
+        plain = plan_of(model, 3)
+        plans = [
+            owned(model, 2, everything=True), owned(model, 2, everything=True, group=2),
+            owned(model, 2, everything=False), plain,
+        ]  # fmt: skip
+        session = planner.attach(model, made, plain)
+        for number, plan in enumerate(plans):
+            train(model, model, made, first=2 * number, steps=2, clip=None)
+            if owners:
+                session.switch(plan)
+        session.detach()
+        ends.append(model)
+    return equal(*ends)
+
+
+def planned() -> bool:
+    """A user's own optimizer with state, from its profile to a plan with owners and to the bits of DDP."""
+    ends = []
+    for by_plan in (True, False):
+        model = Stack()
+        optimizer = Preconditioned(model.parameters())
+        session = None
+        forward: nn.Module = model
+
+        def step(model: nn.Module = model, forward: nn.Module = model, at: int = 0) -> None:
+            forward(batch(at).float().repeat(1, 3)).square().mean().backward()
+
+        if by_plan:
+            profile = planner.profile_step(model, step, optimizer=optimizer, budget_s=5.0)
+            optimizer = Preconditioned(model.parameters())
+            model.zero_grad()
+            plan = planner.optimize(profile, allow="sharded-step", passes="merge,shard_updates{step=always}")
+            assert len(plan.owners) == 3
+            session = planner.attach(model, optimizer, plan)
+        else:
+            forward = nn.parallel.DistributedDataParallel(model)
+        for number in range(3):
+            optimizer.zero_grad()
+            step(model, forward, number)
+            optimizer.step()
+        if session is not None:
+            session.detach()
+        ends.append(model)
     return equal(*ends)
 
 
