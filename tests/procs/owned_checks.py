@@ -119,7 +119,7 @@ def everything() -> dict[str, Any]:
                 by_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
             ),
         }
-        found["equal"] |= {"one rank has all": one_has_all(), "switched": switched(), "planned": planned()}
+        found["equal"] |= {"one rank has all": one_has_all(), "switched": switched()}
         found["late"] = late()
         found["refused"] = refusals()
     found["resumed"] = {name: resumed(OWNED[name]) for name in ("Muon", "with state")}

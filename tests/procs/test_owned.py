@@ -25,6 +25,11 @@ def test_owners_give_the_bits_of_ddp(ranks: Results) -> None:
         assert rank.get("late", True)
 
 
+@pytest.mark.long
+def test_a_users_own_optimizer_is_planned() -> None:
+    assert run_ranks(LocalWorld(ranks=2), owned_checks.planned) == [True, True]
+
+
 def test_state_exists_once(ranks: Results) -> None:
     assert sum(rank["bytes"][0] for rank in ranks) == ranks[0]["bytes"][1]
 
