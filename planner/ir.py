@@ -130,8 +130,8 @@ class OperatorShares:
     """Matrices of each message, in launch order."""
 
     def __str__(self) -> str:
-        owners = ",".join("-" if owner < 0 else str(owner) for owner in self.owners)
-        return f"operators {owners} in {'|'.join(','.join(map(str, members)) for members in self.messages)}"
+        messages = "|".join(",".join(map(str, members)) for members in self.messages)
+        return f"operators {format_owners(self.owners)} in {messages}"
 
     @classmethod
     def parse(cls, line: str) -> OperatorShares | None:
@@ -139,11 +139,24 @@ class OperatorShares:
         match = _OPERATORS.fullmatch(line)
         if match is None:
             return None
-        owners = tuple(-1 if owner == "-" else int(owner) for owner in match[1].split(","))
-        return cls(owners, tuple(tuple(map(int, members.split(","))) for members in match[2].split("|")))
+        return cls(
+            parse_owners(match[1]), tuple(tuple(map(int, members.split(","))) for members in match[2].split("|"))
+        )
 
 
-_OPERATORS = re.compile(r"operators ((?:[0-9]{1,9}|-)(?:,(?:[0-9]{1,9}|-))*) in ([0-9]{1,9}(?:[,|][0-9]{1,9})*)")
+OWNERS = r"(?:[0-9]{1,9}|-)(?:,(?:[0-9]{1,9}|-))*"
+"""Pattern of owners in the text form."""
+_OPERATORS = re.compile(rf"operators ({OWNERS}) in ([0-9]{{1,9}}(?:[,|][0-9]{{1,9}})*)")
+
+
+def format_owners(owners: Iterable[int]) -> str:
+    """Return owners as text, − for those below 0: (0, −1) → '0,-'."""
+    return ",".join("-" if owner < 0 else str(owner) for owner in owners)
+
+
+def parse_owners(text: str) -> tuple[int, ...]:
+    """Return the owners that `format_owners` wrote, as `OWNERS` has them."""
+    return tuple(-1 if owner == "-" else int(owner) for owner in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

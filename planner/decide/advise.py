@@ -22,6 +22,7 @@ from planner.fsdp2.simulator import Step, simulate
 from planner.model.compression import NARROWED
 from planner.model.modes import simulate_schedule
 from planner.model.modes.sharded import can_share, memory_bytes, replicated_bytes, sharded_bytes
+from planner.model.owned import whole_gradients
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 from runtime.plan.timeline import Timeline
@@ -278,7 +279,8 @@ def _options(problem: Problem, limit: int | None, *, lossy: bool) -> Iterator[Op
             "sharded step", simulate_schedule(problem, shared), sharded_bytes(problem, shared),
             "each rank updates and stores the state of its part (ZeRO-1)", interface="sharded-step",
         )  # fmt: skip
-        yield from _fully_sharded(problem, option)
+        if not whole_gradients(problem):
+            yield from _fully_sharded(problem, option)
     if lossy:
         yield from _narrow(problem, option, whole)
 

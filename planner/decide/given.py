@@ -7,6 +7,7 @@ candidate that is required.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.decide.defaults import DEFAULT_PASSES
@@ -16,8 +17,9 @@ from planner.emit.lower import lower
 from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.codecs import by_codec
 from planner.model.modes.local_updaters import LocalUpdaters
-from planner.model.modes.sharded import not_shared_reason
+from planner.model.modes.sharded import not_shared_reason, owners_of
 from planner.model.operator_costs import matrix_count
+from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.model.schedule_text import ScheduleText, read_schedule
 from planner.model.spending import spending
@@ -97,11 +99,22 @@ def _check(request: Request, text: ScheduleText, path: str) -> None:
         raise InputError(f"{where}: {error}; correct it") from None
     if schedule.mode.shares_update and (reason := not_shared_reason(problem)) is not None:
         raise InputError(f"{path}: found the mode {schedule.mode}, but {reason}; leave that line out")
+    if schedule.mode.shares_update and (reason := _owners_problem(problem, owners_of(schedule))) is not None:
+        raise InputError(f"{path}: found the mode {schedule.mode}, but {reason}; correct its owners")
     if schedule.mode.accuracy == "relaxed" and (reason := unsuited(problem, f"{schedule.mode} needs")):
         raise InputError(f"{path}: {reason}; leave that line out")
     for line, bucket in zip(text.lines, schedule.buckets, strict=True):
         if not _has_price(problem, bucket):
             raise InputError(f"{path}: line {line}: found {bucket}, which nothing sends so; correct it")
+
+
+def _owners_problem(problem: Problem, owners: Sequence[int] | None) -> str | None:
+    """Return why these cannot be the owners of parameters that the optimizer updates whole; None where they can."""
+    odd = next((rank for rank in owners or () if rank >= problem.ranks), None)
+    if odd is not None:
+        return f"there is no rank {odd}, for there are {problem.ranks} ranks"
+    bare = next((one for one in whole_gradients(problem) if owners is None or owners[one] < 0), None)
+    return None if bare is None else f"gradient {bare} has no owner, whose parameter the optimizer updates whole"
 
 
 def _has_price(problem: Problem, bucket: Bucket) -> bool:

@@ -24,6 +24,7 @@ from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import batch_prep_us
 from planner.model.norms import describe_norms
 from planner.model.operator_costs import describe_operators
+from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.model.updates import update_bound_us
 from planner.passes.base import Bound, Candidate, Pass
@@ -227,14 +228,14 @@ def _with_step_plan(request: Request, plan: Plan, schedule: Schedule, replicated
     late_us = None
     if late:
         late_us, needs_bytes = step_us(problem, schedule), needed_bytes(problem, schedule)
-    elif any(isinstance(each, LateGathers) for each in request.exact):
+    elif any(isinstance(each, LateGathers) for each in request.exact) and not whole_gradients(problem):
         late_us = step_us(problem, late_gathers(problem).schedule)
     step = (plan.updates.step if plan.updates else None) or StepPlan(sharded=schedule.mode.shares_update)
     step = replace(
         step,
         replicated_us=step_us(problem, replicated),
         sharded_us=None if shared is None else step_us(problem, shared),
-        gather_us=step.gather_us or (None if shared is None else sum(sharded.gathers_us(problem, shared.buckets))),
+        gather_us=step.gather_us or (None if shared is None else sum(sharded.exchange(problem, shared).gathers_us)),
         replicated_bytes=sharded.replicated_bytes(problem),
         sharded_bytes=needs_bytes,
         memory_bytes=sharded.memory_bytes(problem, sharding.memory_mib),

@@ -153,6 +153,8 @@ class OptimizerProfile(Record):
     """Whether it treats every element by itself, so that ranks can share its step; None: not known."""
     unit: Literal["element", "matrix"] | None = None
     """Smallest part that it can update by itself: an element, or a whole parameter; None: not known."""
+    matrices: tuple[Name, ...] | None = None
+    """Parameters that it updates whole, of several optimizers together; None: there are none, or they are not known."""
     holds_all: bool | None = None
     """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
     state_bytes: Count | None = None

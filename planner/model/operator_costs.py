@@ -209,10 +209,12 @@ def defect(shares: OperatorShares, matrices: int, ranks: int) -> str | None:
 def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str]:
     """Return what the reader of a plan should know about operators; nothing where there are none."""
     optimizer = problem.profile.compute.optimizer
+    if updates is not None and updates.step is not None and updates.step.sharded:
+        return []
     if optimizer is not None and optimizer.unit == "matrix" and problem.profile.compute.operator is None:
         return [
             f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a "
-            f"drop-in plan: it names no operator without state"
+            f"drop-in plan: it names no operator without state; --allow sharded-step lets owners update them"
         ]
     plan, costs, profile = (
         updates.operator if updates else None,

@@ -40,6 +40,7 @@ from planner.model.modes.sharded import (
     replicated_bytes,
     sharded_bytes,
 )
+from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.model.step import Overlap
 from planner.passes.base import Bound, Candidate, Pass
@@ -80,6 +81,8 @@ class LateGathers(Pass):
             memory_bytes=sharded_bytes(problem, schedule) if shares else replicated_bytes(problem),
         )
         if self.when == "never" or not can_share(problem) or schedule.unshared.mode != Synchronous():
+            return present
+        if whole_gradients(problem):  # whose owners are chosen for gathers in the step
             return present
         found = late_gathers(problem)
         best = found.schedule

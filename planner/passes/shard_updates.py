@@ -29,12 +29,14 @@ from planner.model.modes.sharded import (
     sharded_bytes,
 )
 from planner.model.norms import replicated_us, shared_us
+from planner.model.owned import longest_us, whole_gradients
 from planner.model.problem import Problem
 from planner.passes.base import Bound, Candidate, Pass
 from planner.passes.delay import push_bucketings
 from planner.passes.merge import boundaries
 from planner.passes.select import select
 from planner.search.merge import MergeProblem, merge_exact
+from planner.search.owned import improve_owners, owners_of_buckets
 from planner.search.owners import best_owners
 from planner.search.partition import partition_of
 
@@ -101,7 +103,8 @@ class ShardUpdates(Pass):
         options = dict.fromkeys(
             [*push_bucketings(problem, schedule), Schedule.from_boundaries(merge_exact(late).stops)]
         )
-        found = _dropped(problem, best_of(problem, [replace(option, mode=Sharded()) for option in options]))
+        found = best_of(problem, [replace(one, mode=mode) for one in options for mode in _modes(problem, one)])
+        found = improve_owners(problem, _dropped(problem, found))
         return Candidate(
             schedule=found,
             bound=sharded_bound(problem),
@@ -111,10 +114,17 @@ class ShardUpdates(Pass):
         )
 
 
+def _modes(problem: Problem, schedule: Schedule) -> list[Sharded]:
+    """Return sharded modes that are tried: in equal parts, or with owners, where parameters are updated whole."""
+    if not whole_gradients(problem):
+        return [Sharded()]
+    return [Sharded(owners=owners) for owners in owners_of_buckets(problem, schedule)]
+
+
 def sharded_bound(problem: Problem) -> Bound:
     """Return the bound of sharded steps."""
     return Bound(
-        step_us=problem.compute_end_us + own_update_us(problem),
+        step_us=problem.compute_end_us + max([own_update_us(problem), *longest_us(problem)]),
         method="search over buckets of a step that ranks share",
         note="the bound is computation alone",
     )
@@ -124,7 +134,7 @@ def _dropped(problem: Problem, schedule: Schedule) -> Schedule:
     """Return fewer buckets, as long as that makes the step shorter: each has to be gathered, too."""
     while (stops := boundaries(schedule.unshared)) is not None and 1 < len(stops) <= DROPPED:
         fewer = [Schedule.from_boundaries(stops[:i] + stops[i + 1 :]) for i in range(len(stops) - 1)]
-        found = best_of(problem, [replace(one, mode=Sharded()) for one in fewer])
+        found = best_of(problem, [replace(one, mode=schedule.mode) for one in fewer])
         if step_us(problem, found) > step_us(problem, schedule):
             break
         schedule = found

@@ -50,7 +50,7 @@ from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, each_of, find_missing, find_not_elementwise
-from runtime.optimizers.units import coarsest_unit
+from runtime.optimizers.units import coarsest_unit, unit_of
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
@@ -76,7 +76,7 @@ class Measuring:
             request.accuracy,
             bench.world.ranks,
             two_links=self._parts is not None,
-            halves=optimizer is not None and bool(optimizer.elementwise and optimizer.holds_all),
+            halves=optimizer is not None and bool(optimizer.unit and optimizer.holds_all),
             norms=any(isinstance(one, LayerwiseOptimizer) for one in each_of(training.optimizer)),
             known=request.add_to.cluster if request.add_to else None,
         )
@@ -214,9 +214,17 @@ def _describe(training: Training) -> OptimizerProfile | None:
         adaptive=any(isinstance(one, ADAPTIVE) for one in optimizers),
         elementwise=all(find_not_elementwise(one) is None for one in optimizers),
         unit=coarsest_unit(optimizers),
+        matrices=_matrices(training) or None,
         holds_all=find_missing(optimizers, training.parameters) is None,
         state_bytes=sum(state_bytes(one.state) for one in optimizers),
     )
+
+
+def _matrices(training: Training) -> tuple[str, ...]:
+    """Return the parameters whose optimizers need them whole."""
+    by_matrix = (one for one in each_of(training.optimizer) if unit_of(one) == "matrix")
+    held = {id(parameter) for one in by_matrix for group in one.param_groups for parameter in group["params"]}
+    return tuple(name for name, parameter in training.parameters.items() if id(parameter) in held)
 
 
 def count_nodes(names: Sequence[str]) -> int:

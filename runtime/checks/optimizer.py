@@ -30,20 +30,23 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
     optimizer = optimizers[0] if len(optimizers) == 1 else None
     planned = {name: parameters[name] for name in plan.gradients if name in parameters}
     # The fallback, too: a run may continue with it.
-    for mode in (asked_modes(one)[0] for one in (plan, plan.fallback) if one is not None):
-        if mode.owns_step is not None and len(optimizers) > 1:
+    for one in (plan, plan.fallback) if plan.fallback is not None else (plan,):
+        mode = asked_modes(one)[0]
+        if mode.owns_step is not None and len(optimizers) > 1 and not mode.several:
             return (
                 f"the plan {mode.owns_step}, but found {len(optimizers)} optimizers ({names_of(optimizers)}), expected "
                 f"one: put all parameters into one optimizer, or plan without"
             )
-        if mode.owns_step is not None and given is not optimizer:
+        listed = given if isinstance(given, Sequence) else (given,)
+        wrapper = next((found for found in listed if all(found is not inner for inner in optimizers)), None)
+        if mode.owns_step is not None and wrapper is not None:
             inside = "" if optimizer is None else f" around {type(optimizer).__name__}"
             return (
-                f"the plan {mode.owns_step}, but found {type(given).__name__}, a wrapper{inside}, whose own part in "
+                f"the plan {mode.owns_step}, but found {type(wrapper).__name__}, a wrapper{inside}, whose own part in "
                 f"the step nobody else knows; expected the torch.optim.Optimizer itself: give attach the one inside if "
                 f"the wrapper changes neither weights nor gradients, or plan without"
             )
-        if (problem := mode.check_optimizer(optimizer, planned)) is not None:
+        if (problem := mode.check_optimizer(one, optimizers, planned)) is not None:
             return problem
     shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
     if shared and not any(isinstance(one, LayerwiseOptimizer) for one in optimizers):

@@ -273,6 +273,7 @@ def _small_runs(message: Message) -> list[Tensor]:
 def make_plain_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0,
     length_of: Callable[[PlanBucket, int], int] | None = None,
+    message_of: Callable[[str], tuple[int, int]] | None = None,
 ) -> list[BucketBuffer]:  # fmt: skip
     """Make buckets that send all gradients as they are.
 
@@ -281,6 +282,7 @@ def make_plain_buckets(
         parameters: of the model, by name.
         tail_elements: number of elements behind the gradients of the last bucket.
         length_of: (bucket, elements of one of its flat buffers) → length of that buffer; default: the same.
+        message_of: see `lay_out`.
 
     Returns:
         The buckets in plan order, filled with zeros.
@@ -292,28 +294,33 @@ def make_plain_buckets(
         tail = tail_elements if index == len(plan.buckets) - 1 else 0
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
         padded = None if length_of is None else partial(length_of, planned)
-        buckets.append(BucketBuffer(index, members, lay_out(members, tail, padded), label))
+        buckets.append(BucketBuffer(index, members, lay_out(members, tail, padded, message_of), label))
     return buckets
 
 
 def lay_out(
-    slots: Sequence[Slot], tail_elements: int = 0, length_of: Callable[[int], int] | None = None
-) -> list[Message]:
+    slots: Sequence[Slot], tail_elements: int = 0, length_of: Callable[[int], int] | None = None,
+    message_of: Callable[[str], tuple[int, int]] | None = None,
+) -> list[Message]:  # fmt: skip
     """Lay gradients out in one flat buffer for each dtype, in order of first appearance.
 
     Args:
         slots: the gradients, in order.
         tail_elements: number of elements behind the gradients of the first buffer.
         length_of: elements of a buffer → its length; default: the same.
+        message_of: name of a gradient → the buffer, among those of its dtype, and its place in the order there, in
+            which gradients of equal places keep theirs; default: all are in one.
 
     Returns:
-        A message for each dtype.
+        A message for each dtype, or for each buffer of it.
     """
-    by_dtype: dict[torch.dtype, list[Slot]] = {}
+    found: dict[tuple[torch.dtype, int], list[Slot]] = {}
+    places = {slot.name: (0, 0) if message_of is None else message_of(slot.name) for slot in slots}
     for slot in slots:
-        by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
+        found.setdefault((slot.parameter.dtype, places[slot.name][0]), []).append(slot)
     messages: list[Message] = []
-    for dtype, members in by_dtype.items():
+    for (dtype, _), members in found.items():
+        members.sort(key=lambda slot: places[slot.name][1])
         numel = sum(slot.parameter.numel() for slot in members)
         elements = numel + (tail_elements if not messages else 0)
         length = elements if length_of is None else length_of(elements)
@@ -349,18 +356,23 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Part:
-    """One rank's part of a message of a bucket, which is cut into as many equal parts as there are ranks."""
+    """One rank's part of a message of a bucket, which is cut into as many parts as there are ranks."""
 
-    def __init__(self, message: Message, rank: int, ranks: int, share: int | None = None) -> None:
-        """`share`: elements of a part; by default as few as there can be."""
+    def __init__(
+        self, message: Message, rank: int, ranks: int, share: int | None = None, first: int | None = None
+    ) -> None:
+        """`share`: elements of this part; by default of equal parts, as few as there can be. `first`: its first element
+        in the message; by default that of equal parts.
+        """
         self.message, self.rank, self.ranks = message, rank, ranks
         self.numel = sum(slot.parameter.numel() for slot in message.slots)
         self.share = -(-self.numel // ranks) if share is None else share
-        """Elements of a part; the last ones may be shorter, and are filled up."""
+        """Elements of a part; of equal ones the last may be shorter, and are filled up."""
+        self.first = rank * self.share if first is None else first
 
     def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
         """Yield of what is in this rank's part (parameter, first of its elements in memory order, where they lie)."""
-        first, offset = self.rank * self.share, 0
+        first, offset = self.first, 0
         for slot in self.message.slots:
             start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
             if start < stop:

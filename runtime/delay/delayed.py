@@ -101,9 +101,10 @@ class Delayed(Mode, StepHooks):
 
     @classmethod
     def check_optimizer(
-        cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
+        cls, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], planned: Mapping[str, nn.Parameter]
     ) -> str | None:
         """See `Mode.check_optimizer`: owners of the weights do what plain SGD does."""
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
         odd = "no optimizer" if optimizer is None else type(optimizer).__name__
         if isinstance(optimizer, torch.optim.SGD):
             found = (f"SGD with {o}" for group in optimizer.param_groups for o in SGD_ONLY if group[o])
@@ -243,7 +244,9 @@ class Delayed(Mode, StepHooks):
 
     # One step, in the order in which it happens.
 
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         """Let the optimizer pass over pushed gradients. Raises InputError for closures, other groups, moved weights."""
         groups = self._optimizer.param_groups
         if self.stage == OVER and self._done_by_owners != self.host.step:
@@ -276,7 +279,7 @@ class Delayed(Mode, StepHooks):
         for parameter, _ in self._hidden:
             parameter.grad = None
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """See `StepHooks.after_step`: this rank updates its own weights."""
         rates = rates_of(self._optimizer)
         if self._pushes is not None:

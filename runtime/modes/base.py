@@ -54,6 +54,11 @@ class Host(Protocol):
         ...
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers of the model, without what wraps them."""
+        ...
+
+    @property
     def topology(self) -> Topology: ...
     @property
     def exchange(self) -> Exchange: ...
@@ -76,14 +81,16 @@ class StepHooks:
     def wait_for_weights(self) -> None:
         """Block until this rank has all ranks' weights; see `Session.wait_for_weights`."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the beginning of the optimizer's step, or of that of its base class in it; hooks on it come next."""
 
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
         return None
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the end of an optimizer's step."""
 
     def begin_other_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -107,6 +114,8 @@ class Mode:
     owns_step: ClassVar[str | None] = None
     """Work that it does in place of the optimizer's step, as what follows "the plan": no wrapper may do a part of it.
     """
+    several: ClassVar[bool] = False
+    """Whether several optimizers may take their steps where it owns them."""
     late_reason: ClassVar[str | None] = None
     """Reason why a run that has begun cannot switch to it; None: it can."""
     aside_reason: ClassVar[str | None] = None
@@ -131,9 +140,9 @@ class Mode:
 
     @classmethod
     def check_optimizer(
-        cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
+        cls, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], planned: Mapping[str, nn.Parameter]
     ) -> str | None:
-        """Return why this optimizer of these parameters cannot train so, or None."""
+        """Return why these optimizers of these parameters cannot train so, or None."""
         return None
 
     @classmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +38,15 @@ class StepReport:
             f"step shared by ranks: weights gathered in {taken_us / 1e3:.2f}{predicted} ms{waited}, "
             f"{self.state_bytes / 2**20:.1f} MiB of the optimizer's state here"
         )
+
+
+def sum_of(reports: Sequence[StepReport]) -> StepReport:
+    """Return the report of the steps of several optimizers, one after the other, with gathers of the same buckets."""
+    return replace(
+        reports[0],
+        gather_us=sum(one.gather_us for one in reports),
+        gathers_us=tuple(map(sum, zip(*(one.gathers_us for one in reports), strict=True))),
+        late=tuple(gather for one in reports for gather in one.late),
+        waited_us=sum(one.waited_us for one in reports),
+        state_bytes=sum(one.state_bytes for one in reports),
+    )

@@ -90,8 +90,9 @@ class Outer(Mode, StepHooks):
 
     @classmethod
     def check_optimizer(
-        cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
+        cls, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], planned: Mapping[str, nn.Parameter]
     ) -> str | None:
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
         if optimizer is not None and not isinstance(optimizer, DECIDE_BY_LOSS):
             return None
         which = "no optimizer, or several"
@@ -154,7 +155,7 @@ class Outer(Mode, StepHooks):
         if torch.is_grad_enabled() and self.host.model.training and current_backward_id() == OUTSIDE:
             self._advance(self.host.step)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._advance(self.host.step)
 
     def exchanged(self) -> None:

@@ -210,6 +210,9 @@ class StepPlan(Record):
     """
 
     sharded: bool
+    owners: dict[Name, Count] | None = None
+    """Rank that updates each of these whole parameters, as matrix optimizers need it; others are cut into equal parts.
+    """
     weights: Name | None = None
     """`bfloat16`: float32 weights are gathered in it, and all ranks compute with what is rounded so, while each keeps
     its own part in float32 for the optimizer. None: weights are gathered as they are."""
@@ -384,6 +387,12 @@ class Plan(Document):
     def sharded(self) -> bool:
         """Return whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Return the rank that updates each whole parameter of a shared step, where it has one."""
+        step = self.updates.step if self.updates else None
+        return (step.owners or {}) if step is not None and step.sharded else {}
 
     @property
     def rounds_weights(self) -> bool:

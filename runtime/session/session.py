@@ -101,6 +101,11 @@ class SessionHost:
         return self._session.optimizer
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers of the model, without what wraps them."""
+        return self._session.optimizers
+
+    @property
     def exchange(self) -> Exchange:
         """Exchange of the present plan."""
         return self._session._exchange
@@ -238,7 +243,7 @@ class Session:
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         for mode in self._modes:
             if any(optimizer is one for one in self.optimizers):
-                mode.hooks.begin_step()
+                mode.hooks.begin_step(optimizer)
             else:
                 mode.hooks.begin_other_step(optimizer)
 
@@ -247,14 +252,14 @@ class Session:
     ) -> Any:
         replaced = None
         for mode in self._modes:
-            replaced = mode.hooks.before_step(arguments, keywords) or replaced
+            replaced = mode.hooks.before_step(optimizer, arguments, keywords) or replaced
         given = replaced or (arguments, keywords)
         return self._operators.before_step(optimizer, *given) or replaced
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._operators.after_step(optimizer)
         for mode in self._modes:
-            mode.hooks.after_step()
+            mode.hooks.after_step(optimizer)
 
     def _step_done(self) -> None:
         """End the exchange of a step, whose gradients are all there; the optimizer's step comes next."""

@@ -59,7 +59,10 @@ class ReduceScatter(Launcher):
                 narrow[bucket.index] = NarrowPart(bucket, world.rank, world.ranks, compressor, rounded=rounded)
                 self.parts_of.append([narrow[bucket.index]])
             else:
-                plain = [OwnPart(one, world.rank, world.ranks, rounded=rounded) for one in bucket.messages]
+                plain = [
+                    OwnPart(one, world.rank, world.ranks, rounded=rounded, owners=plan.owners)
+                    for one in bucket.messages
+                ]
                 self.parts_of.append(plain)
             bucket.payload.messages = list(self.parts_of[-1])
         # One for all messages: they are sent one at a time.
@@ -189,13 +192,15 @@ class ReduceScatter(Launcher):
         return known[1]
 
     def gradient_of(self, slot: Slot) -> Tensor | None:
-        """Return this rank's part of `.grad`, 1-D, or None; what a script has put there is the whole gradient."""
+        """Return this rank's part of `.grad`, as `OwnPart.shaped`, or None; what a script has put there is the whole
+        gradient.
+        """
         gradient = slot.parameter.grad
         if gradient is None:
             return None
         if gradient is not self._gradients[slot.index] and gradient is not slot.view:
             slot.view.copy_(gradient.detach())
-        return self.part(slot.index)
+        return self._part_of[slot.index].shaped(self.part(slot.index), slot)
 
     def release(self) -> None:
         # Cycles, whose memory would wait for the garbage collector.

@@ -89,12 +89,14 @@ class Gather:
         parts = [storage.part for storage in storages]
         small = min(part.whole.nbytes for part in parts) < HOST_PACKED_BYTES
         on_host = parts[0].whole.device.type == "cpu"
+        if any(len(set(part.sizes)) > 1 for part in parts):  # rows of which have other lengths on other ranks
+            return False
         return any(part.master is not None for part in parts) or (len(parts) > 1 and (small or not on_host))
 
     def phases(self, group: dist.ProcessGroup) -> Works:
         if self._scratch is None:
             for part in self.parts:
-                yield all_gather(part.whole, part.weights, group)
+                yield from part.gather_phases(group)
             return
         own, rows = self._packed(self._scratch)
         torch.cat([part.sent_weights() for part in self.parts], out=own)
@@ -198,11 +200,13 @@ class LateStep(ShardedStep):
 
     # One step, in the order in which it happens.
 
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """See `ShardedStep.before_step`. Raises CommunicationError where the last weights have not come."""
         self.wait_for_weights()
         self._communicator.wait()
-        return super().before_step(arguments, keywords)
+        return super().before_step(optimizer, arguments, keywords)
 
     def _gather_weights(self) -> None:
         begun = self._clock.mark()

@@ -7,7 +7,7 @@ What is by element is shown as a `ShardedEntry`, with the parameter's shape and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from runtime.core.buckets import Slot
 from runtime.sharded.gradient import ShardedEntry
+from runtime.sharded.part import OwnPart
 from runtime.sharded.state import cut_value, is_by_element
 
 Entries = dict[str, Any]
@@ -30,12 +31,13 @@ class ShardedState(MutableMapping[Any, Any]):
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, own: dict[Any, Entries], slots: Mapping[int, Slot],
-        pieces: Mapping[int, nn.Parameter], places: Mapping[int, slice],
+        pieces: Mapping[int, nn.Parameter], parts: Sequence[OwnPart],
     ) -> None:  # fmt: skip
-        """`own`: what the optimizer's step uses, by piece. `slots` and `pieces`: by `id` of the parameter. `places`: of
-        each piece, the elements in memory order, by place in the plan.
+        """`own`: what the optimizer's step uses, by piece. `slots` and `pieces`: by `id` of the parameter. `parts`:
+        this rank's of all messages.
         """
-        self.own, self._optimizer, self._slots, self._pieces, self._places = own, optimizer, slots, pieces, places
+        self.own, self._optimizer, self._slots, self._pieces = own, optimizer, slots, pieces
+        self._part_of = {slot.index: part for part in parts for slot in part.message.slots}
         self._without_part: dict[int, Entries] = {}
 
     def begin_step(self) -> None:
@@ -84,12 +86,12 @@ class ShardedState(MutableMapping[Any, Any]):
         """Return what this rank keeps of an entry for a whole parameter."""
         if isinstance(value, ShardedEntry) and value.place == slot.index:
             return value.part
-        return cut_value(value, slot, self._places.get(slot.index, slice(0, 0)))
+        return cut_value(value, slot, self._part_of[slot.index])
 
     def shown(self, key: str, value: Any, slot: Slot) -> Any:
         """Return what a script sees of an entry of the parameter."""
         piece = self._pieces.get(id(slot.parameter))
-        if not is_by_element(value, 0 if piece is None else piece.numel()):
+        if not is_by_element(value, (0,) if piece is None else piece.shape):
             return value
         return ShardedEntry.of(slot.parameter, f"{key} of {slot.name} in the optimizer's state", slot.index, value)
 
@@ -112,7 +114,7 @@ class ShardedState(MutableMapping[Any, Any]):
         if piece is None:
             return {}
         return {
-            key: value.new_empty(0) if is_by_element(value, piece.numel()) else copy.deepcopy(value)
+            key: value.new_empty(0) if is_by_element(value, piece.shape) else copy.deepcopy(value)
             for key, value in self.own[piece].items()
         }
 

@@ -7,15 +7,17 @@ too, has the rounded ones (as in mixed-precision training: Micikevicius et al., 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import reduce_scatter
+from runtime.comm.collectives.exchange import all_gather_parts
+from runtime.comm.collectives.phases import Works, reduce_scatter
 from runtime.comm.world import World
-from runtime.core.buckets import Message, Part
+from runtime.core.buckets import Message, Part, Slot
 
 ROUNDED, MASTER = torch.bfloat16, torch.float32
 """Weights as they are gathered where they are rounded, and as they are kept then; others are gathered as they are."""
@@ -27,20 +29,51 @@ class OwnPart(Part):
     scratch: Tensor
     """Bytes (uint8), `received_bytes` or more, that this message is received in, and others at other times."""
 
-    def __init__(self, message: Message, rank: int, ranks: int, *, rounded: bool = False) -> None:
-        """Weights stay where they are for now. `rounded`: they are gathered in bfloat16, if they are float32."""
-        super().__init__(message, rank, ranks, message.flat.numel() // ranks)
-        self.own = slice(rank * self.share, (rank + 1) * self.share)
+    def __init__(
+        self, message: Message, rank: int, ranks: int, *, rounded: bool = False, owners: Mapping[str, int] | None = None
+    ) -> None:
+        """Weights stay where they are for now.
+
+        Args:
+            message: the gradients; of owners, in their order.
+            rank: this one.
+            ranks: number of ranks.
+            rounded: weights are gathered in bfloat16, if they are float32.
+            owners: rank of each parameter, by name: parts are whole parameters, and a rank may have none; default:
+                parts are as long as each other.
+        """
+        self.sizes = [message.flat.numel() // ranks] * ranks
+        """Elements of each rank's part."""
+        self.by_parameter = owners is not None and all(slot.name in owners for slot in message.slots)
+        """Whether parts are whole parameters."""
+        if owners is not None and self.by_parameter:
+            self.sizes = [0] * ranks
+            for slot in message.slots:
+                self.sizes[owners[slot.name]] += slot.parameter.numel()
+        start, stop = list(accumulate(self.sizes, initial=0))[rank : rank + 2]
+        super().__init__(message, rank, ranks, stop - start, start)
+        self.own = slice(start, stop)
         self.whole = torch.zeros_like(message.flat)
-        """All weights, where parameters lie during the sharded mode. Shape (ranks · share,)."""
+        """All weights, where parameters lie during the sharded mode; of the message's shape."""
         rounded = rounded and self.whole.dtype == MASTER
         self.master = torch.zeros_like(self.whole[self.own]) if rounded else None
         """This rank's weights before they are rounded. Shape (share,)."""
-        nothing = {slot.index: (0, slice(0, 0)) for slot in message.slots if not slot.parameter.numel()}
+        empty = [slot for slot in message.slots if not slot.parameter.numel()]
+        if owners is not None and self.by_parameter:
+            empty = [slot for slot in empty if owners[slot.name] == rank]
+        nothing = {slot.index: (0, slice(0, 0)) for slot in empty}
         self.places = {slot.index: (start, place) for slot, start, place in self.cuts()} | nothing
         """Gradients of which this rank has a part, by place in the plan: the first of its elements in memory order, and
-        where they are in `total`. Every rank has those without elements.
+        where they are in `total`. Every rank has those without elements, but for those with an owner.
         """
+
+    def shaped(self, values: Tensor, slot: Slot) -> Tensor:
+        """Return values of this rank's elements of a parameter (1-D) in the form in which the optimizer has them: as
+        they are, or, of a whole parameter, in its shape, with its strides in the buffer.
+        """
+        if not self.by_parameter:
+            return values
+        return values.as_strided(slot.view.shape, slot.view.stride(), values.storage_offset())
 
     @property
     def weights(self) -> Tensor:
@@ -59,20 +92,36 @@ class OwnPart(Part):
 
     @property
     def received_bytes(self) -> int:
-        return self.message.size_bytes
+        return self.ranks * self.share * self.message.flat.itemsize
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """Reduce-scatter the gradients: `total` becomes the sum, in order of rank."""
         flat = self.message.flat
-        received = self.scratch[: flat.nbytes].view(flat.dtype).view(self.ranks, self.share)
-        return reduce_scatter(flat, received, self.total, group)
+        received = self.scratch[: self.received_bytes].view(flat.dtype).view(self.ranks, self.share)
+        return reduce_scatter(flat[: sum(self.sizes)], received, self.total, group, self.sizes)
+
+    def gather_phases(self, group: dist.ProcessGroup) -> Works:
+        """Gather weights that are not rounded; see `gather_weights`."""
+        yield all_gather_parts(self.whole[: sum(self.sizes)], self.weights, self.sizes, group)
+
+    def gathered(self, world: World, own: Tensor, doing: str, out: Tensor | None = None) -> Tensor:
+        """Return every rank's vector of as many elements as its part has, one after the other; all ranks call this."""
+        if len(set(self.sizes)) == 1:
+            return world.gather_parts(own, doing) if out is None else world.gather_parts(own, doing, out)
+        assert world.group is not None
+        whole = own.new_empty(sum(self.sizes)) if out is None else out
+        with world.error_context(doing):
+            work = all_gather_parts(whole, own.contiguous(), self.sizes, world.group)
+            work.get_future()  # else sends and receives end where a slice of the wait does
+            world.wait(work, doing, own.device)
+        return whole
 
     def gather_weights(self, world: World, doing: str) -> None:
         """Give every rank all parts, of which each has this one's in `weights`; rounded, where it has master weights.
         All ranks must call this; `doing`: see `World.error_context`.
         """
         if self.master is None:
-            world.gather_parts(self.weights, doing, out=self.whole)
+            self.gathered(world, self.weights, doing, self.whole[: sum(self.sizes)])
             return
         gathered = self.scratch[: self.narrow_weights_bytes]
         world.gather_parts(self.sent_weights(), doing, out=gathered)

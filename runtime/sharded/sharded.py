@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
 from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks, check_one_dtype
-from runtime.monitor.step_report import StepReport
+from runtime.monitor.step_report import StepReport, sum_of
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
+from runtime.optimizers.units import unit_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import SHARDED
 from runtime.sharded.exchange import ReduceScatter, padded_length
@@ -23,16 +24,19 @@ from runtime.sharded.step import NEVER, ShardedStep, find_shared_memory
 
 
 class Sharded(Mode):
-    """Every rank has the average of its part of each gradient, and the optimizer's state of that part."""
+    """Every rank has the average of its part of each gradient, and the optimizer's state of that part: equal parts, or
+    whole parameters, where the plan has owners.
+    """
 
     name = SHARDED
     what = "a sharded step"
     owns_step = "has ranks share the optimizer's step"
     sends = "reduce_scatter"
+    several = True
 
     def __init__(self, plan: Plan, host: Host) -> None:
         super().__init__(plan, host)
-        self._step: ShardedStep | None = None
+        self._steps: Steps | None = None
 
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -42,8 +46,19 @@ class Sharded(Mode):
         assert plan.updates is not None
         assert plan.updates.step is not None
         weights, where = plan.updates.step.weights, "the plan's updates.step.weights"
+        narrow = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
+        if plan.owners and narrow is not None:
+            return (
+                f"bucket {narrow} has the compressor {plan.buckets[narrow].compressor.name!r}, which encodes parts of "
+                f"one length, but whole parameters have owners (updates.step.owners); expected none: {HINT}"
+            )
         if weights is None:
             return None
+        if plan.owners:
+            return (
+                f"{where}: found {weights} in a plan with owners of whole parameters (updates.step.owners), whose "
+                f"weights are gathered as they are; expected none there: {HINT}"
+            )
         if weights != "bfloat16":
             return f"{where}: found {weights!r}, expected 'bfloat16', or none for weights as they are: {HINT}"
         if plan.accuracy == "exact":
@@ -62,16 +77,40 @@ class Sharded(Mode):
 
     @classmethod
     def check_optimizer(
-        cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
+        cls, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], planned: Mapping[str, nn.Parameter]
     ) -> str | None:
-        """See `Mode.check_optimizer`: whole parameters are not there, nor memory that two of them share."""
-        if odd := find_not_elementwise(optimizer):
-            return (
-                f"the plan has ranks share the optimizer's step, each updating a part of the weights, but found {odd}; "
-                f"expected an optimizer that treats every element by itself, such as torch.optim.SGD or AdamW: use "
-                f"one, or plan without sharing ({NEVER})"
-            )
-        if odd := find_missing(optimizer, planned):
+        """See `Mode.check_optimizer`: parameters are whole where they have owners alone, and no two of them may share
+        memory.
+        """
+        for optimizer in optimizers or (None,):
+            if optimizer is not None and unit_of(optimizer) == "matrix":
+                held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+                cut = next((name for name, p in planned.items() if id(p) in held and name not in plan.owners), None)
+                if cut is None:
+                    continue
+                advice = f"an owner of {cut} (updates.step.owners), or"
+            else:
+                advice = "an"
+            if odd := find_not_elementwise(optimizer):
+                return (
+                    f"the plan has ranks share the optimizer's step, each updating a part of the weights, but found "
+                    f"{odd}; expected {advice} optimizer that treats every element by itself, such as torch.optim.SGD "
+                    f"or AdamW: use one, or plan without sharing ({NEVER})"
+                )
+        if len(optimizers) > 1:
+            if plan.gathers is not None:
+                return (
+                    f"the plan gathers weights during the next forward, but found {len(optimizers)} optimizers; "
+                    f"expected one: put all parameters into one, or plan without --allow late-gather"
+                )
+            narrow = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
+            if narrow is not None:
+                return (
+                    f"bucket {narrow} has the compressor {plan.buckets[narrow].compressor.name!r} in a plan whose "
+                    f"ranks share the optimizer's step, but found {len(optimizers)} optimizers; expected one: put all "
+                    f"parameters into one, or plan without --accuracy"
+                )
+        if odd := find_missing(optimizers, planned):
             return (
                 f"the plan has ranks share the optimizer's step, and the parameter of the gradient {odd} is not in the "
                 f"optimizer; expected all of them in it: add that parameter, freeze it before profiling, or plan "
@@ -80,57 +119,119 @@ class Sharded(Mode):
         return find_shared_memory(planned)
 
     def make_exchange(self) -> Exchange:
-        host = self.host
+        host, owners = self.host, self.plan.owners
+        optimizer_of = {
+            id(one): position
+            for position, optimizer in enumerate(host.optimizers)
+            for group in optimizer.param_groups
+            for one in group["params"]
+        }
+
+        def message_of(name: str) -> tuple[int, int]:  # of one optimizer, in equal parts or in the order of owners
+            position = optimizer_of.get(id(host.parameters[name]), 0)
+            return 2 * position + (name in owners), owners.get(name, 0)
+
         length_of = partial(padded_length, host.world.ranks)
-        buckets = make_plain_buckets(self.plan, host.parameters, length_of=length_of)
+        buckets = make_plain_buckets(self.plan, host.parameters, length_of=length_of, message_of=message_of)
         launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, host.options)
         return Exchange(self.plan, host.parameters, buckets, launcher, launcher.carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: each rank keeps its part of the optimizer's state."""
         assert isinstance(exchange.launcher, ReduceScatter)
-        assert self.host.optimizer is not None  # else the plan has been refused
-        self._step = self._make_step(self.host.optimizer, exchange.launcher)
+        self._steps = Steps(exchange.launcher)
+        for optimizer in self.host.optimizers:
+            self._steps.of[optimizer] = self._make_step(optimizer, exchange.launcher)
 
     def _make_step(self, optimizer: torch.optim.Optimizer, launcher: ReduceScatter) -> ShardedStep:
         return ShardedStep(optimizer, launcher, self.host.world, self.host.recorder.clock)
 
     @property
     def hooks(self) -> StepHooks:
-        return NO_HOOKS if self._step is None else self._step
+        return NO_HOOKS if self._steps is None else self._steps
 
     def report(self) -> StepReport | None:
         planned = self.plan.updates.step if self.plan.updates else None
-        return None if self._step is None else self._step.report(planned.gather_us if planned else None)
+        return None if self._steps is None else self._steps.report(planned.gather_us if planned else None)
 
-    def global_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
         """See `Mode.global_weights`: in float32, where they are rounded to be gathered."""
-        assert self._step is not None
-        return self._step.global_weights()
+        assert self._steps is not None
+        with ExitStack() as inside:
+            for step in self._steps.of.values():
+                inside.enter_context(step.global_weights())
+            yield
 
     def state(self) -> dict[str, Any]:
         """See `Mode.state`: with this rank's part of the weights, where these are rounded to be gathered."""
-        masters = None if self._step is None else self._step.master_state()
+        steps = () if self._steps is None else self._steps.of.values()
+        masters = {name: one for step in steps for name, one in step.master_state().items()}
         return super().state() | ({"rank": self.host.world.rank, "weights": masters} if masters else {})
 
     def take_weights(self, saved: Sequence[dict[str, Any]]) -> None:
         """See `Mode.take_weights`. Raises InputError also where this rank's part is not all there."""
-        if self._step is None or not self.plan.rounds_weights:
+        if self._steps is None or not self.plan.rounds_weights:
             super().take_weights(saved)
         else:
-            self._step.load_masters(saved)
+            for step in self._steps.of.values():
+                step.load_masters(saved)
 
-    def whole_optimizer_state(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_optimizer_state(self) -> Iterator[None]:
         """See `Mode.whole_optimizer_state`: gathered from all ranks, on the host."""
-        assert self._step is not None
-        return self._step.whole_optimizer_state()
+        assert self._steps is not None
+        with ExitStack() as inside:
+            for step in self._steps.of.values():
+                inside.enter_context(step.whole_optimizer_state())
+            yield
 
     def end(self) -> None:
-        step, self._step = self._step, None
-        if step is not None:
-            step.end()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.end()
 
     close = end
+
+
+class Steps(StepHooks):
+    """The sharded steps of a session's optimizers."""
+
+    def __init__(self, launcher: ReduceScatter) -> None:
+        self._launcher = launcher
+        self.of: dict[torch.optim.Optimizer, ShardedStep] = {}
+        """By optimizer, in the order of `attach`."""
+
+    def before_forward(self) -> None:
+        for step in self.of.values():
+            step.before_forward()
+
+    def wait_for_weights(self) -> None:
+        for step in self.of.values():
+            step.wait_for_weights()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.of[optimizer].begin_step(optimizer)
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        return self.of[optimizer].before_step(optimizer, arguments, keywords)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.of[optimizer].after_step(optimizer)
+
+    def end(self) -> None:
+        """End all of them; all ranks call this."""
+        with ExitStack() as ends:  # all, also where one raises
+            ends.callback(self._launcher.release)
+            for step in reversed(self.of.values()):
+                ends.callback(step.end)
+
+    def report(self, predicted_gather_us: float | None) -> StepReport | None:
+        """Return what the last steps took, of all optimizers together; None where there were none."""
+        reports = [found for step in self.of.values() if (found := step.report(predicted_gather_us)) is not None]
+        return sum_of(reports) if reports else None
 
 
 class LateGather(Sharded):

@@ -1,13 +1,14 @@
-"""The state of an elementwise optimizer, cut to a rank's parts of parameters and put together again.
+"""The state of an optimizer, cut to a rank's parts of parameters and put together again.
 
-A tensor of a parameter's shape is by element; everything else (step counters, say) is one value for the parameter,
-which every owner of a part has. Cut and put together, a state is the same bit for bit, whatever the number of ranks.
+A tensor of a parameter's shape is by element; everything else (step counters, a whole matrix's preconditioners) is one
+value for the parameter, which every owner of a part has. Cut and put together, a state is the same bit for bit,
+whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,20 +28,28 @@ and the parameter's `stride`.
 """
 
 
-def cut_value(value: Any, slot: Slot, place: slice) -> Any:
-    """Return a copy of one entry of a parameter's state, for the elements in `place` alone where it is by element."""
+def cut_value(value: Any, slot: Slot, part: OwnPart) -> Any:
+    """Return a copy of one entry of a parameter's state, for this rank's elements alone where it is by element."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if value.shape != slot.parameter.shape:
         return value.detach().clone()
     flat = value.new_empty(slot.parameter.numel())
     view_of(flat, 0, slot.view).copy_(value.detach())
-    return flat[place].clone()
+    if slot.index not in part.places:
+        return flat[:0].clone()
+    start, place = part.places[slot.index]
+    return part.shaped(flat[start : start + place.stop - place.start].clone(), slot)
 
 
-def is_by_element(value: Any, length: int) -> bool:
-    """Return whether an entry of the state of a piece of `length` elements is by element."""
-    return isinstance(value, Tensor) and value.shape == (length,)
+def is_by_element(value: Any, shape: Sequence[int]) -> bool:
+    """Return whether an entry of the state of a piece of this shape is by element."""
+    return isinstance(value, Tensor) and value.shape == tuple(shape)
+
+
+def piece_of(part: OwnPart, vector: Tensor, slot: Slot) -> Tensor:
+    """Return this rank's elements of a parameter in a vector as long as its part, as the optimizer has them."""
+    return part.shaped(vector[part.places[slot.index][1]], slot)
 
 
 def gathered_state(
@@ -50,9 +59,12 @@ def gathered_state(
     `mine`: by place in the plan, the state of this rank's pieces; `device`: where the result is to be, None: where the
     parameters are.
     """
-    lengths = {index: place.stop - place.start for part in parts for index, (_, place) in part.places.items()}
+    shapes = {
+        slot.index: piece_of(part, part.weights, slot).shape
+        for part in parts for slot in part.message.slots if slot.index in part.places
+    }  # fmt: skip
     forms = {
-        index: {key: _Form.of(value, lengths[index]) for key, value in values.items()} for index, values in mine.items()
+        index: {key: _Form.of(value, shapes[index]) for key, value in values.items()} for index, values in mine.items()
     }
     known: dict[int, dict[str, _Form]] = {}
     for of_rank in world.gather(forms, "gathering the form of the optimizer's state"):
@@ -80,18 +92,36 @@ class _Form(NamedTuple):
     dtype: torch.dtype | None
     value: Any = None
     device: str | None = None
-    """Kind of device that a tensor for a whole parameter was on."""
+    """Kind of device that tensors for a whole parameter were on."""
 
     @classmethod
-    def of(cls, value: Any, length: int) -> _Form:
-        """Return the form of an entry of a piece of `length` elements."""
-        if is_by_element(value, length):
+    def of(cls, value: Any, shape: Sequence[int]) -> _Form:
+        """Return the form of an entry of a piece of this shape."""
+        if is_by_element(value, shape):
             return cls(value.dtype)
-        return cls(None, value.detach().cpu(), value.device.type) if isinstance(value, Tensor) else cls(None, value)
+        device = next((one.device.type for one in _tensors(value)), None)
+        return cls(None, _moved(value, "cpu"), device)
 
     def value_on(self, device: torch.device | None) -> Any:
-        """Return the value; a tensor on the device, None: on the kind of device that it was on."""
-        return self.value if self.device is None else self.value.to(device or self.device)
+        """Return the value; tensors on the device, None: on the kind of device that they were on."""
+        return self.value if self.device is None else _moved(self.value, device or self.device)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an entry, also in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        yield from _tensors(one)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """Return an entry with its tensors, also in lists, tuples and dicts, on a device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    return type(value)(_moved(one, device) for one in value) if type(value) in (list, tuple) else value
 
 
 def _gathered(
@@ -99,11 +129,11 @@ def _gathered(
 ) -> dict[int, Tensor]:
     """Gather one entry of the state of all parameters of a message, zero if there is none; views of one vector."""
     own = torch.zeros(part.share, dtype=dtype, device=part.whole.device)
-    for index, (_, place) in part.places.items():
-        value = mine.get(index, {}).get(key)
-        if isinstance(value, Tensor) and value.shape == own[place].shape and value.dtype == dtype:
-            own[place] = value
-    views = part.views(world.gather_parts(own, "gathering the optimizer's state"))
+    for slot in (slot for slot in part.message.slots if slot.index in part.places):
+        piece, value = piece_of(part, own, slot), mine.get(slot.index, {}).get(key)
+        if isinstance(value, Tensor) and value.shape == piece.shape and value.dtype == dtype:
+            piece.copy_(value)
+    views = part.views(part.gathered(world, own, "gathering the optimizer's state"))
     return {slot.index: views[slot.name] for slot in part.message.slots}
 
 
@@ -154,6 +184,5 @@ def load_masters(parts: Sequence[OwnPart], states: Sequence[Masters]) -> None:
 
 def state_bytes(state: Mapping[Any, Values]) -> int:
     """Return what an optimizer with this state keeps from step to step on this rank, scalars left out."""
-    values = [value for entries in state.values() for value in entries.values()]
-    tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    tensors = (one for entries in state.values() for value in entries.values() for one in _tensors(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim() > 0)

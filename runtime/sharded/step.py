@@ -1,6 +1,7 @@
 """The optimizer's step shared by ranks (ZeRO-1; Rajbhandari et al., SC 2020): each updates its part of the weights.
 
-while ranks share   parameters lie in flat buffers, one for each message, which are cut into equal parts
+while ranks share   parameters lie in flat buffers, one for each message, which are cut into equal parts, or between
+                    parameters, where whole ones have owners: matrix optimizers need whole matrices
 optimizer.step()    in the groups of the user's own optimizer this rank's pieces stand in for parameters until it is
                     done, or raises; afterwards the buffers are all-gathered, which makes them the weights of all ranks
 between steps       groups, schedulers and hooks on the step see parameters; the optimizer's state is that of this
@@ -40,7 +41,7 @@ from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.gradient import ShardedGradient
 from runtime.sharded.optimizer_state import ShardedState
 from runtime.sharded.part import OwnPart
-from runtime.sharded.state import Masters, gathered_state, load_masters, master_state, state_bytes
+from runtime.sharded.state import Masters, gathered_state, load_masters, master_state, piece_of, state_bytes
 from runtime.torch_compat import OUTSIDE, current_backward_id, storage_uses
 
 NEVER = "`planner optimize` without --allow sharded-step"
@@ -50,13 +51,21 @@ class ShardedStep(StepHooks):
     """The step of one session's optimizer while ranks share it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock) -> None:
-        """Take over weights and state, which are the same on all ranks; each keeps its part of the state."""
+        """Take over weights and state, which are the same on all ranks; each keeps its part of the state. Messages of
+        other optimizers are left alone.
+        """
         self._optimizer, self._exchange, self._world, self._clock = optimizer, exchange, world, clock
-        self._slots = {id(slot.parameter): slot for slot in exchange.slots}
-        pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._parts_of = [
+            [part for part in parts if id(part.message.slots[0].parameter) in held] for parts in exchange.parts_of
+        ]
+        self._parts = [part for parts in self._parts_of for part in parts]
+        slots = sorted((slot for part in self._parts for slot in part.message.slots), key=lambda slot: slot.index)
+        self._slots = {id(slot.parameter): slot for slot in slots}
+        pieces = ((slot, piece) for part in self._parts for slot, piece in _pieces_of(part))
         self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
         """Parts of the weights, of each parameter of which this rank has one."""
-        self._storages = [ParamStorage(part) for part in exchange.parts]
+        self._storages = [ParamStorage(part) for part in self._parts]
         for storage in self._storages:
             storage.part.begin_master()
             storage.copy_to_params()
@@ -67,11 +76,7 @@ class ShardedStep(StepHooks):
         self._gathering = False
         self._own_state: defaultdict[Any, Any] = defaultdict(dict)
         """The optimizer's, by piece."""
-        places = {
-            index: slice(start, start + place.stop - place.start)
-            for part in exchange.parts for index, (start, place) in part.places.items()
-        }  # fmt: skip
-        self._state = ShardedState(optimizer, self._own_state, self._slots, self._pieces, places)
+        self._state = ShardedState(optimizer, self._own_state, self._slots, self._pieces, self._parts)
         self._take_state()
         self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
         optimizer.step = self._guarded  # type: ignore[method-assign]
@@ -95,13 +100,15 @@ class ShardedStep(StepHooks):
 
         return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
 
-    def begin_step(self) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hooks on a step come next, and look at parameters: also in the step of a base class, and after a step has
         raised that was called past the instance.
         """
         self._give_up()
 
-    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """Return other arguments for the optimizer's step, or None. Raises InputError in a backward."""
         if current_backward_id() != OUTSIDE:
             raise InputError(
@@ -155,7 +162,7 @@ class ShardedStep(StepHooks):
         for piece in self._pieces.values():
             piece.grad = None  # else a second name of the bucket's memory
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Give every rank all parts, of which the optimizer has updated this rank's, unless the step of its base class
         has done so.
         """
@@ -164,12 +171,12 @@ class ShardedStep(StepHooks):
         self._swap_back()
         self._gather_weights()
         # As any optimizer's step, so that autograd refuses a backward through what has changed.
-        torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
+        torch.autograd.graph.increment_version([slot.parameter for slot in self._slots.values()])
 
     def _gather_weights(self) -> None:
         marks = [self._clock.mark()]
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
-        for parts in self._exchange.parts_of:
+        for parts in self._parts_of:
             for part in parts:
                 part.gather_weights(self._world, doing)
             marks.append(self._clock.mark())
@@ -196,14 +203,14 @@ class ShardedStep(StepHooks):
         """
         relocated = [storage for storage in self._storages if storage.is_relocated]
         if relocated:
-            parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
+            parameters = {slot.name: slot.parameter for slot in self._slots.values()}
             if (problem := find_shared_memory(parameters)) is not None:
                 raise InputError(problem)
         for storage in relocated:
             if storage.collect():
                 for slot, piece in _pieces_of(storage.part):
                     self._pieces[id(slot.parameter)].data = piece
-        for part in self._exchange.parts:
+        for part in self._parts:
             part.collect_changes()
 
     @contextmanager
@@ -217,23 +224,23 @@ class ShardedStep(StepHooks):
             return
         with torch.no_grad():
             self._collect_weights()
-            kept = [part.whole.clone() for part in self._exchange.parts]
+            kept = [part.whole.clone() for part in self._parts]
             self._gather_masters()
         try:
             yield
         finally:
             with torch.no_grad():
-                for part, whole in zip(self._exchange.parts, kept, strict=True):
+                for part, whole in zip(self._parts, kept, strict=True):
                     part.whole.copy_(whole)
                 self._copy_to_params()
 
     @property
     def _rounds(self) -> bool:
         """True if any weights are gathered in fewer bits than they are kept in."""
-        return any(part.master is not None for part in self._exchange.parts)
+        return any(part.master is not None for part in self._parts)
 
     def _gather_masters(self) -> None:
-        for part in self._exchange.parts:
+        for part in self._parts:
             part.gather_master(self._world)
         self._copy_to_params()
 
@@ -241,13 +248,13 @@ class ShardedStep(StepHooks):
 
     def master_state(self) -> Masters:
         """Return copies of this rank's master weights, by parameter; empty where weights are not rounded."""
-        return master_state(self._exchange.parts)
+        return master_state(self._parts)
 
     @torch.no_grad()
     def load_masters(self, states: Sequence[Masters]) -> None:
         """Continue with master weights of as many ranks as were saved. Raises InputError where some are missing."""
         self.wait_for_weights()
-        load_masters(self._exchange.parts, states)
+        load_masters(self._parts, states)
 
     # State.
 
@@ -272,7 +279,7 @@ class ShardedStep(StepHooks):
         owned = {slot.index: self._pieces[key] for key, slot in self._slots.items() if key in self._pieces}
         state = self._own_state
         mine = {index: dict(state[piece]) for index, piece in owned.items() if state.get(piece)}
-        found = gathered_state(self._exchange.parts, mine, self._world, device)
+        found = gathered_state(self._parts, mine, self._world, device)
         return {self._exchange.slots[index].parameter: values for index, values in found.items()}
 
     @contextmanager
@@ -320,8 +327,8 @@ class ShardedStep(StepHooks):
                     self._collect_weights()
                     self._gather_masters()
             whole = self._whole_state()
-            for part in self._exchange.parts:
-                views = part.views(self._world.gather_parts(part.total, "gathering the gradients that ranks share"))
+            for part in self._parts:
+                views = part.views(part.gathered(self._world, part.total, "gathering the gradients that ranks share"))
                 gradients.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)
         finally:
             self._optimizer.state = self._with_others(whole)
@@ -331,13 +338,12 @@ class ShardedStep(StepHooks):
     def _leave(self, gradients: Mapping[int, Tensor]) -> None:
         for storage in self._storages:
             storage.leave()
-        for slot in self._exchange.slots:
+        for slot in self._slots.values():
             if isinstance(slot.parameter.grad, ShardedGradient):
                 gradient = gradients.get(slot.index)  # a script may have converted the parameter
                 slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
             elif slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.view.clone()
-        self._exchange.release()
 
     def report(self, predicted_gather_us: float | None) -> StepReport | None:
         """Return what the last steps took; None where there were none."""
@@ -384,7 +390,7 @@ def _pieces_of(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
     """Return this rank's parts of the message's weights; views of its buffer."""
     for slot in part.message.slots:
         if slot.index in part.places:
-            yield slot, part.weights[part.places[slot.index][1]]
+            yield slot, piece_of(part, part.weights, slot)
 
 
 def _uses_of_one() -> int:

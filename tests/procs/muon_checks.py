@@ -132,7 +132,7 @@ def owners_of(ranks: int) -> dict[str, int]:
 def train(
     model: nn.Module, forward: nn.Module, made: list[Optimizer], first: int = 0, steps: int = STEPS,
     scaler: torch.amp.GradScaler | None = None, every: int = 1,
-    no_sync: Callable[[], Any] | None = None, closures: bool = False,
+    no_sync: Callable[[], Any] | None = None, closures: bool = False, clip: float | None = 0.05,
 ) -> None:  # fmt: skip
     """Train: clipped, with schedulers, accumulating over `every` micro-batches; `closures`: in the first's step."""
     schedules = [lr_scheduler.StepLR(one, 2, 0.7) for one in made]
@@ -149,7 +149,8 @@ def train(
                 (loss if scaler is None else scaler.scale(loss)).backward()
         for one in made if scaler is not None else ():
             scaler.unscale_(one)
-        nn.utils.clip_grad_norm_(averaged, 0.05)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(averaged, clip)
 
     for step in range(first, first + steps):
         if closures:

@@ -60,7 +60,7 @@ class LateGather(sharded.Sharded):
     def parse(cls, line: str) -> Mode | None:
         match = re.fullmatch(r"late_gather ([0-9,;-]+)", line)
         if match is None:
-            return super().parse(line)
+            return cls() if line == str(cls()) else None
         return cls(tuple(parse_indices(group)[::-1] for group in match[1].split(";")))
 
     def fitted(self, buckets: int) -> Mode:

@@ -1,5 +1,8 @@
 """Sharded optimizer step (ZeRO-1): what it costs, and what it takes of ranks' memory.
 
+Parts are equal, or whole parameters with owners, as matrix optimizers need them: the rank with most of a message
+decides how long it takes, and the rank with most work when the update ends.
+
 Gradients are reduce-scattered in place of all-reduced, each rank updates its part of the weights, then weights are
 all-gathered; a small message behind the last bucket says which gradients came. Nothing of that runs beside the next
 forward. Costs are measured alone; where all-reduces were also measured in a queue, as steps have them, both messages
@@ -8,8 +11,10 @@ are taken to be later than alone by as much as those are.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -19,9 +24,11 @@ from numpy.typing import NDArray
 from planner.cost.curve import CostCurve
 from planner.cost.halves import REDUCE_SCATTER
 from planner.documents.text import mib, ms
-from planner.ir import GAIN, Bucket, Mode, Schedule
+from planner.ir import GAIN, OWNERS, Bucket, Mode, Schedule, format_owners, parse_owners
+from planner.model import owned
 from planner.model.engine import run
 from planner.model.modes import synchronous
+from planner.model.owned import Owners
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, merging, push_and_pull
 from planner.model.step import Exchange, exchange_step_us, exchange_timeline
@@ -41,19 +48,33 @@ SMALLER = "take more ranks, or a smaller batch"
 class Sharded(Mode):
     """Buckets are reduce-scattered, each rank updates its part of the weights, then weights are gathered.
 
-    >>> str(Sharded())
-    'sharded'
+    >>> str(Sharded()), str(Sharded(owners=(0, -1, 1)))
+    ('sharded', 'sharded by 0,-,1')
     """
 
     name: ClassVar[str] = combinations.SHARDED
     shares_update: ClassVar[bool] = True
 
+    owners: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """The rank that updates each whole gradient's parameter; −1: all ranks, equal parts. None: −1 for all."""
+
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.owners is None else f"{self.name} by {format_owners(self.owners)}"
 
     @classmethod
     def parse(cls, line: str) -> Mode | None:
-        return cls() if line == str(cls()) else None
+        match = _OWNED.fullmatch(line)
+        if match is not None:
+            return Sharded(owners=parse_owners(match[1]))
+        return Sharded() if line == str(Sharded()) else None
+
+
+_OWNED = re.compile(rf"sharded by ({OWNERS})")
+
+
+def owners_of(schedule: Schedule) -> tuple[int, ...] | None:
+    """Return the owners of whole gradients, by gradient; None where ranks have equal parts."""
+    return schedule.mode.owners if isinstance(schedule.mode, Sharded) else None
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
@@ -68,9 +89,9 @@ def exchange(problem: Problem, schedule: Schedule) -> Exchange:
     """Return the messages of each bucket, during backward and after the update of parts."""
     return Exchange(
         collectives=[REDUCE_SCATTER] * len(schedule.buckets),
-        costs_us=message_costs_us(problem, schedule.buckets),
-        update_us=own_update_us(problem),
-        gathers_us=gathers_us(problem, schedule.buckets),
+        costs_us=message_costs_us(problem, schedule.buckets, owners_of(schedule)),
+        update_us=own_update_us(problem, owners_of(schedule)),
+        gathers_us=gathers_us(problem, schedule.buckets, owners_of(schedule)),
     )
 
 
@@ -79,12 +100,22 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 # Both halves of an all-reduce send what it sends, and nothing of the mode can be wrong or rests on more.
-message_bytes, defect, assumptions = synchronous.message_bytes, synchronous.defect, synchronous.assumptions
+message_bytes, assumptions = synchronous.message_bytes, synchronous.assumptions
+
+
+def defect(schedule: Schedule, gradients: int) -> str | None:
+    """Owners of another number of gradients."""
+    owners = owners_of(schedule)
+    if owners is None or len(owners) == gradients:
+        return synchronous.defect(schedule, gradients)
+    return f"found owners of {len(owners)} gradients, expected {gradients}"
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """Return the interface that scripts have to know, and the time of gathering weights."""
-    step = StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets)))
+    owners, gradients = owners_of(schedule), problem.profile.compute.gradients
+    named = {one.name: owner for one, owner in zip(gradients, owners or (), strict=False) if owner >= 0}
+    step = StepPlan(sharded=True, owners=named or None, gather_us=sum(exchange(problem, schedule).gathers_us))
     return {"interface": (SHARDED_STEP,), "updates": UpdatePlan(step=step)}
 
 
@@ -95,16 +126,20 @@ def describe(plan: Plan) -> PlanWords | None:
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
     """Return what merging saves in each bucket's reduce-scatter, and both halves' times."""
-    alone_us = _pushed_us(problem, [(gradient,) for gradient in range(problem.count)])
-    pushes_us = _pushed_us(problem, [bucket.gradients for bucket in schedule.buckets])
+    owners = owners_of(schedule)
+    alone_us = _pushed_us(problem, [(gradient,) for gradient in range(problem.count)], owners)
+    pushes_us = _pushed_us(problem, [bucket.gradients for bucket in schedule.buckets], owners)
+    pulls_us = gathers_us(problem, schedule.buckets, owners)
     return [
         f"{merging(bucket, alone_us, push)}; {', '.join(push_and_pull(push, pull))}"
-        for bucket, push, pull in zip(schedule.buckets, pushes_us, gathers_us(problem, schedule.buckets), strict=True)
+        for bucket, push, pull in zip(schedule.buckets, pushes_us, pulls_us, strict=True)
     ]
 
 
 def can_share(problem: Problem) -> bool:
-    """Return whether the optimizer is known to be elementwise and there are ranks to share its step."""
+    """Return whether the optimizer is known to be elementwise, or to need whole parameters, and there are ranks to
+    share its step.
+    """
     return not_shared_reason(problem) is None
 
 
@@ -118,8 +153,10 @@ def not_shared_reason(problem: Problem) -> str | None:
             'the profile does not say what the optimizer is ("compute": {"optimizer": …}), which `planner profile` '
             "notes: profile again"
         )
-    if not optimizer.elementwise:
-        return f"{optimizer.name} is not known to treat every element by itself"
+    if optimizer.unit == "matrix" and optimizer.matrices is None:
+        return f"the profile does not say which parameters {optimizer.name} needs whole: profile again"
+    if not optimizer.elementwise and optimizer.unit != "matrix":
+        return f"{optimizer.name} is not known to treat every element by itself, or every parameter"
     if optimizer.holds_all is False:
         return (
             "the optimizer does not hold all parameters that have gradients: add the others, or freeze them before "
@@ -168,9 +205,9 @@ def _alone(problem: Problem) -> CostCurve | None:
     return None if samples is None else CostCurve.from_samples(samples)
 
 
-def message_costs_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
+def message_costs_us(problem: Problem, buckets: Sequence[Bucket], owners: Owners = None) -> list[float]:
     """Return each bucket's reduce-scatter time; the last includes the flags of used gradients."""
-    costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets])
+    costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets], owners)
     costs_us[-1] += flags_us(problem)
     return costs_us
 
@@ -180,17 +217,19 @@ def flags_us(problem: Problem) -> float:
     return problem.all_gather.curve.at(float(problem.ranks * problem.count))
 
 
-def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> list[float]:
-    return problem.bucket_cost_us(buckets, lambda sizes: push_us(problem, sizes))
+def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners = None) -> list[float]:
+    return owned.costs_us(problem, buckets, owners, lambda sizes: push_us(problem, sizes))
 
 
-def gathers_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
+def gathers_us(problem: Problem, buckets: Sequence[Bucket], owners: Owners = None) -> list[float]:
     """Return the time of the all-gather of each bucket's weights."""
-    return problem.bucket_cost_us([bucket.gradients for bucket in buckets], lambda sizes: pull_us(problem, sizes))
+    members = [bucket.gradients for bucket in buckets]
+    return owned.costs_us(problem, members, owners, lambda sizes: pull_us(problem, sizes))
 
 
-def own_update_us(problem: Problem) -> float:
-    return problem.update_us / problem.ranks
+def own_update_us(problem: Problem, owners: Owners = None) -> float:
+    """Return the time of the longest rank's update; without owners, of equal parts."""
+    return problem.update_us / problem.ranks if owners is None else max(owned.loads_us(problem, owners))
 
 
 def replicated_bytes(problem: Problem) -> int | None:
@@ -213,8 +252,11 @@ def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
-    largest = max(problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets]))
+    members, owners = [bucket.gradients for bucket in schedule.buckets], owners_of(schedule)
+    largest = max(map(sum, owned.message_sizes(problem, members, owners)))
     state_bytes = -(-optimizer.state_bytes // problem.ranks)
+    if owners is not None:
+        state_bytes = math.ceil(optimizer.state_bytes * owned.largest_share(problem, owners))
     return 2 * int(problem.size_bytes.sum()) + state_bytes + int(largest) + _activation_bytes(problem)
 
 
@@ -263,6 +305,7 @@ def notes(problem: Problem, step: StepPlan | None) -> list[str]:
         f"ranks share the step of {name} (as ZeRO-1): {'memory demands it, ' if demanded else ''}predicted "
         f"{ms(step.sharded_us)} a step, {ms(step.replicated_us)} where every rank updates all weights, of it "
         f"{ms(step.gather_us or 0.0)} to gather weights{memory}",
+        *owned.notes(problem, step.owners or {}),
     ]
     if step.memory_bytes is not None and _exceeds(step.sharded_bytes, step.memory_bytes):
         found.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {SMALLER}")

@@ -57,6 +57,25 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
     return all_gather_on(group, whole, part)
 
 
+def all_gather_parts(whole: Tensor, part: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Any:
+    """Begin to gather parts of any lengths, one after the other; return what a backend's collective would.
+
+    Args:
+        whole: 1-D, as long as all parts; `part` may be this rank's part of it.
+        part: 1-D, with `sizes[rank]` elements.
+        sizes: elements by rank, the same on all ranks.
+        group: the ranks.
+    """
+    if len(set(sizes)) == 1:
+        return all_gather(whole, part, group)
+    gets = [size * part.itemsize for size in sizes]
+    whole, part = whole.view(torch.uint8), part.view(torch.uint8)
+    if _pays(max(gets), part, group):
+        return _Exchange(whole.split(gets), (part,) * len(sizes), group)
+    gives = [part.numel()] * len(sizes)
+    return all_to_all_single(whole, part.repeat(len(sizes)), gets, gives, group=group, async_op=True)
+
+
 def _pays(size_bytes: int, sent: Tensor, group: dist.ProcessGroup) -> bool:
     return size_bytes >= LEAST_BYTES and sent.device.type == "cpu" and backend_of(group, sent.device) == "gloo"
 

@@ -55,20 +55,23 @@ def bounds(numel: int, parts: int, part: int) -> tuple[int, int]:
     return min(numel, part * share), min(numel, (part + 1) * share)
 
 
-def reduce_scatter(vector: Tensor, received: Tensor, out: Tensor, group: dist.ProcessGroup) -> Works:
+def reduce_scatter(
+    vector: Tensor, received: Tensor, out: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None
+) -> Works:
     """Fill `out` with this rank's part of the sum of all ranks' vectors, which are added up in order of rank.
 
     Libraries' own reduce-scatters can take several times as long, and add up in an order of their own.
 
     Args:
-        vector: 1-D, of the same length on all ranks; cut as `bounds` says.
+        vector: 1-D, of the same length on all ranks.
         received: memory for this rank's part of every rank's. Shape (ranks, elements of the part).
         out: 1-D; of a wider dtype than the vector's, if that is to be added up in.
         group: the ranks.
+        sizes: elements of the vector that each rank adds up, in order of rank; default: as `bounds` says.
     """
     ranks, size_bytes = len(received), vector.itemsize
     limits = [bounds(vector.numel(), ranks, part) for part in range(ranks)]
-    gives = [(stop - start) * size_bytes for start, stop in limits]
+    gives = [size * size_bytes for size in sizes or (stop - start for start, stop in limits)]
     gets = [received.shape[1] * size_bytes] * ranks
     # As bytes: backends know few dtypes.
     yield exchange(received.view(-1).view(torch.uint8), vector.view(torch.uint8), gets, gives, group)

@@ -21,9 +21,9 @@ PLAN = Plan(
 
 
 def test_optimizers_that_step_alone_are_wanted() -> None:
-    assert Outer.check_optimizer(torch.optim.AdamW(MODEL.parameters()), PARAMETERS) is None
-    for optimizer, what in ((None, "no optimizer"), (torch.optim.LBFGS(MODEL.parameters()), "LBFGS")):
-        problem = Outer.check_optimizer(optimizer, PARAMETERS)
+    assert Outer.check_optimizer(PLAN, (torch.optim.AdamW(MODEL.parameters()),), PARAMETERS) is None
+    for optimizers, what in (((), "no optimizer"), ((torch.optim.LBFGS(MODEL.parameters()),), "LBFGS")):
+        problem = Outer.check_optimizer(PLAN, optimizers, PARAMETERS)
         assert problem is not None
         assert what in problem
         assert "expected" in problem

@@ -1,0 +1,124 @@
+"""Owners of whole parameters in a sharded step: brute force on small cases, speed on large ones, what a plan says."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import halves_cluster, make, profile_document
+
+from planner import optimize
+from planner.decide.given import given_request
+from planner.decide.plan_request import Request
+from planner.decide.strategies import make_schedule
+from planner.documents.profile import parse_profile
+from planner.ir import Schedule
+from planner.model.modes import simulate_schedule, step_us
+from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_bytes
+from planner.model.owned import loads_us, whole_gradients
+from planner.model.problem import Problem
+from planner.model.schedule_text import parse_schedule
+from planner.passes.shard_updates import ShardUpdates, sharded_bound
+from runtime.errors import InputError
+
+HALF = (30.0, 0.005)
+"""Start-up in microseconds, and microseconds a byte, of both halves of an all-reduce."""
+
+
+def document(count: int, matrices: int, seed: int = 0, update_us: float = 3000.0, **options: Any) -> dict[str, Any]:
+    """profile.json of `count` gradients, of which the first are matrices of Muon."""
+    rng = np.random.default_rng(seed)
+    rows = [(int(rng.integers(1, 40)) * 1000, float(rng.integers(5, 60))) for _ in range(count)]
+    made = profile_document(rows, update_us=update_us, **options)
+    made["compute"]["optimizer"] = {
+        "name": "Muon, AdamW", "adaptive": True, "elementwise": False, "unit": "matrix", "holds_all": True,
+        "matrices": [f"g{index}" for index in range(matrices)], "state_bytes": 4 * sum(numel for numel, _ in rows),
+    }  # fmt: skip
+    return made
+
+
+def problem(count: int, matrices: int, seed: int = 0, ranks: int = 2) -> Problem:
+    return make(document(count, matrices, seed), halves_cluster(HALF, nodes=ranks))
+
+
+def test_the_largest_part_decides() -> None:
+    """By hand: rank 0 has the matrices g0 and g1 (each message is twice as long), and half of g2."""
+    step = problem(3, 2)
+    schedule = replace(Schedule.from_boundaries([3]), mode=Sharded(owners=(0, 0, -1)))
+    sizes = step.size_bytes.tolist()
+    message_us = [HALF[0] + HALF[1] * size for size in (2 * (sizes[0] + sizes[1]), sizes[2])]
+    assert gathers_us(step, schedule.buckets, owners_of(schedule)) == [pytest.approx(sum(message_us))]
+    loads = loads_us(step, (0, 0, -1))
+    assert sum(loads) == pytest.approx(3000.0)
+    assert loads[0] - loads[1] == pytest.approx(3000.0 * (sizes[0] + sizes[1]) / sum(sizes))
+    assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_search_is_near_what_trying_everything_finds(seed: int) -> None:
+    """Over all owners of six parameters, four of them matrices, and all buckets."""
+    step = problem(6, 4, seed, ranks=2 + seed % 2)
+    found = ShardUpdates(step="always").sharded(Schedule.from_boundaries([6]), step)
+    assert found is not None
+    assert set(whole_gradients(step)) == {
+        one for one, owner in enumerate(owners_of(found.schedule) or ()) if owner >= 0
+    }
+    best_us = min(
+        step_us(step, replace(Schedule.from_boundaries([*cut, 6]), mode=Sharded(owners=(*owners, -1, -1))))
+        for owners in itertools.product(range(step.ranks), repeat=4)
+        for length in range(3)
+        for cut in itertools.combinations(range(1, 6), length)
+    )
+    assert sharded_bound(step).step_us - 1e-6 <= best_us
+    assert step_us(step, found.schedule) <= best_us * 1.02
+
+
+def test_many_matrices_are_planned_in_a_second() -> None:
+    step = problem(400, 400, ranks=64)
+    begin = time.process_time()
+    found = ShardUpdates(step="always").sharded(make_schedule(step, "ddp"), step)
+    assert time.process_time() - begin < 5.0  # 1 s where nothing else runs
+    assert found is not None
+    assert max(loads_us(step, owners_of(found.schedule) or ())) <= 3000.0 / 64 * 1.3
+
+
+def test_a_plan_has_owners_where_that_is_allowed_and_says_what_they_take() -> None:
+    profile = parse_profile(document(6, 4, cluster=halves_cluster(HALF, nodes=2)))
+    plan = optimize(profile, allow=["sharded-step"])
+    assert plan.updates is not None
+    assert plan.updates.step is not None
+    owners = plan.updates.step.owners
+    assert owners is not None
+    assert set(owners) == {"g0", "g1", "g2", "g3"}
+    assert any("each of 4 whole parameters is updated by its owner" in note for note in plan.notes or ())
+    assert plan == optimize(profile, allow=["sharded-step"])
+    drop_in = optimize(profile)
+    assert drop_in.owners == {}
+    assert any("--allow sharded-step lets owners update them" in note for note in drop_in.notes or ())
+    late = optimize(profile, allow=["late-gather"])
+    assert late.owners
+    assert late.gathers is None
+
+
+def test_schedules_with_owners_have_a_text_form_that_is_checked(tmp_path: Path) -> None:
+    step = problem(3, 2)
+    schedule = replace(Schedule.from_boundaries([3]), mode=Sharded(owners=(1, 0, -1)))
+    assert str(schedule).splitlines()[0] == "sharded by 1,0,-"
+    assert parse_schedule(str(schedule)) == schedule
+    whole = sharded_bytes(step, replace(schedule, mode=Sharded(owners=(0, 0, 0))))
+    assert (sharded_bytes(step, schedule) or 0) < (whole or 0)
+    profile = parse_profile(document(3, 2, cluster=halves_cluster(HALF, nodes=2)))
+    for mode, words in (
+        ("sharded by 2,0,-", "there is no rank 2, for there are 2 ranks"),
+        ("sharded by -,0,-", "gradient 0 has no owner, whose parameter the optimizer updates whole"),
+        ("sharded", "gradient 0 has no owner"),
+        ("sharded by 0,1", "found owners of 2 gradients, expected 3"),
+    ):
+        (tmp_path / "schedule").write_text(f"{mode}\n[0-2] all_reduce/library none\n", encoding="utf-8")
+        with pytest.raises(InputError, match=words):
+            given_request(Request(profile=profile, allow="sharded-step"), str(tmp_path / "schedule"))

@@ -1,0 +1,50 @@
+"""Each matrix has an owner, which alone keeps its state and updates it: the bits of DDP; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import owned_checks
+import pytest
+
+from planner.jobs.launch import LocalWorld, run_ranks
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.long)])
+def ranks(request: pytest.FixtureRequest) -> Results:
+    """What every rank found."""
+    return run_ranks(LocalWorld(ranks=request.param), owned_checks.everything)
+
+
+def test_owners_give_the_bits_of_ddp(ranks: Results) -> None:
+    for rank in ranks:
+        assert all(rank["equal"].values()), rank["equal"]
+        assert all(rank["resumed"].values()), rank["resumed"]
+        assert rank.get("late", True)
+
+
+@pytest.mark.long
+def test_a_users_own_optimizer_is_planned() -> None:
+    assert run_ranks(LocalWorld(ranks=2), owned_checks.planned) == [True, True]
+
+
+def test_state_exists_once(ranks: Results) -> None:
+    assert sum(rank["bytes"][0] for rank in ranks) == ranks[0]["bytes"][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("rank", "updates.step.owners: found rank 2 for 'up.weight'; expected ranks from 0 to 1"),
+        ("name", "updates.step.owners: found 'no.weight', which is no trainable parameter"),
+        ("cut", "which orthogonalizes whole matrices; expected an owner of down.weight (updates.step.owners)"),
+        ("unknown", "found Adafactor, which keeps sums over rows and columns"),
+        ("late", "gathers weights during the next forward, but found 2 optimizers"),
+        ("rounded", "updates.step.weights: found bfloat16 in a plan with owners of whole parameters"),
+    ],
+)
+def test_what_cannot_be_owned_is_refused(ranks: Results, case: str, words: str) -> None:
+    for rank in ranks:
+        assert words in rank.get("refused", {case: words})[case]
