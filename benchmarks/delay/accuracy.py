@@ -13,8 +13,8 @@ import torch
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
 from planner.model.modes.delayed import delay_spec
-from runtime.delay import staleness
 from runtime.delay.delayed import Delayed
+from runtime.modes import distance_guard
 from runtime.monitor import pace
 from runtime.plan import DelaySpec, Plan
 
@@ -63,12 +63,12 @@ def _plan(model: torch.nn.Module, steps: int, way: Way) -> Plan:
 
 def train(task: Task, seed: int, way: str) -> Stale:
     """One run on this rank."""
-    staleness.MOVEMENT_BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
+    distance_guard.MOVEMENT_BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
     model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
     with session.global_weights():
         metric = task.metric(model)
     delay = session._mode if isinstance(session._mode, Delayed) else None
-    samples = list(delay.staleness.samples) if delay else []
+    samples = list(delay.distances.samples) if delay else []
     session.detach()
     relative, share = (
         statistics.median(values) if values else None

@@ -7,9 +7,11 @@ import copy
 import itertools
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
+from runtime.modes import distance_guard
+from runtime.outer.local_steps import Outer
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 
@@ -266,6 +270,42 @@ def switched() -> dict[str, Any]:
     return found
 
 
+def guarded() -> dict[str, Any]:
+    """Workers that are too far from each other take rounds sooner, then synchronous steps, all at one step."""
+    plan = replace(plan_of(STREAMING), fallback=plan_of(None))
+    model, optimizer, session = started(plan)
+    seen, resumed_at = [], 18
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=2),
+    ):
+        warnings.simplefilter("always")
+        for step in range(40):
+            if step == resumed_at:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+                session.detach()
+                model, optimizer, session = started(plan)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                session.load_state_dict(saved[2])
+            train(model, optimizer, range(step, step + 1))
+            seen.append(session._mode.every if isinstance(session._mode, Outer) else 0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    texts = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
+    found = {
+        "alike": all(one == seen for one in everyone),
+        "shortened before it was saved": seen[resumed_at] == 2,
+        "shortened, then synchronous": list(dict.fromkeys(seen)) == [4, 2, 1, 0],
+        "weights": same_everywhere(list(model.parameters())),
+        "reported on rank 0": len(texts) == 3 and "averaged every 2 steps" in texts[0] and "synchronous" in texts[2]
+        if dist.get_rank() == 0
+        else not texts,
+    }
+    session.detach()
+    return found
+
+
 def loses_a_worker() -> None:
     """The second worker is killed between rounds."""
     model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
@@ -344,6 +384,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         switched,
         more_workers,
         leaves_between_gradient_and_step,
+        guarded,
         habits,
         buffers,
     )
