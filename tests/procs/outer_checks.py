@@ -165,6 +165,29 @@ def compressed() -> dict[str, Any]:
     return found
 
 
+def narrow_against_reference() -> dict[str, Any]:
+    """Rounds in 8 bits with error feedback stay within the format of whole ones in float64, however many there are.
+
+    What all workers hold back is at most one code of the largest pseudo-gradient: half of one of their own, and half
+    of one of the sum. The outer optimizer makes at most lr / (1 − momentum) of it. Twice that is allowed, for what it
+    changes in later gradients.
+    """
+    found: dict[str, Any] = {}
+    for t, rule in itertools.product((0, 2), (LOCAL_SGD, OuterOptimizer())):
+        spec = replace(STREAMING, delay_steps=t, optimizer=rule)
+        expected = Reference(Net, sgd, net_loss, dist.get_world_size(), spec).begin().run(26)
+        model, optimizer, session = started(plan_of(spec, INT8), sgd, single())
+        train(model, optimizer, range(26), single_loss)
+        pairs = zip(model.parameters(), expected.models[dist.get_rank()].parameters(), strict=True)
+        apart = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
+        code = expected.largest / 127.0
+        bound = 2.0 * code * rule.lr / (1.0 - rule.momentum)
+        name = f"t={t}, momentum {rule.momentum}"
+        found[f"{name}: {apart / code:.2f} codes"] = 1e-3 * code < apart <= bound
+        session.detach()
+    return found
+
+
 def mean_over_ranks(value: Tensor | None) -> Tensor:
     """In float64."""
     assert value is not None
@@ -380,6 +403,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         against_reference,
         plain_averaging,
         compressed,
+        narrow_against_reference,
         resumed,
         switched,
         more_workers,
