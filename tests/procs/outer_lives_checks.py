@@ -52,7 +52,9 @@ def live(seed: int) -> dict[str, Any]:
     seen = []
     for step in range(STEPS):
         event = chance.choice(("step", "step", "accumulate", "overflow", "switch", "resume", "switch in a step"))
-        if seen[-1:] == ["overflow"]:  # what the others have sent behind it is sent before the next forward
+        if (
+            seen[-1:] == ["overflow"] or step == STEPS - 1
+        ):  # what the others have sent behind it is sent before the next forward
             event = "step"
         seen.append(event)
         plan = plans(chance)
@@ -69,12 +71,13 @@ def live(seed: int) -> dict[str, Any]:
             session.load_state_dict(saved[1])
         optimizer.zero_grad()
         batches = [step, 100 + step] if event == "accumulate" else [step]
-        own = gradients(twin, model, batches)
         if event == "accumulate":
             with session.no_sync():
                 single_loss(model, dist.get_rank(), batches[0]).backward()
+        loss = single_loss(model, dist.get_rank(), batches[-1])
+        own = gradients(twin, model, batches)  # at the weights of this forward
         overflows = event == "overflow" and dist.get_rank() == step % dist.get_world_size()
-        (single_loss(model, dist.get_rank(), batches[-1]) * (float("inf") if overflows else 1.0)).backward()
+        (loss * (float("inf") if overflows else 1.0)).backward()
         counts = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
         if counts:  # as a GradScaler does
             optimizer.step()
