@@ -43,8 +43,9 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
                 f"the step nobody else knows; expected the torch.optim.Optimizer itself: give attach the one inside if "
                 f"the wrapper changes neither weights nor gradients, or plan without"
             )
-        if (problem := mode.check_optimizer(optimizer, planned)) is not None:
-            return problem
+        for one in optimizers or (None,):
+            if (problem := mode.check_optimizer(one, planned)) is not None:
+                return problem
     shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
     if shared and not any(isinstance(one, LayerwiseOptimizer) for one in optimizers):
         return (

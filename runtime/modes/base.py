@@ -54,6 +54,11 @@ class Host(Protocol):
         ...
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers of the model in the order of `attach`, without what wraps them."""
+        ...
+
+    @property
     def topology(self) -> Topology: ...
     @property
     def exchange(self) -> Exchange: ...
@@ -131,7 +136,7 @@ class Mode:
     def check_optimizer(
         cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
     ) -> str | None:
-        """Return why this optimizer of these parameters cannot train so, or None."""
+        """Return why this optimizer, one of perhaps several (None: there is none), cannot train these parameters."""
         return None
 
     @classmethod

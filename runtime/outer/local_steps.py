@@ -92,8 +92,7 @@ class Outer(Mode, StepHooks):
     ) -> str | None:
         if optimizer is not None and not isinstance(optimizer, DECIDE_BY_LOSS):
             return None
-        which = "no optimizer, or several"
-        found = which if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
+        found = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
         return (
             f"the plan has outer steps, which follow the steps of each worker's optimizer, but found {found}; expected "
             f"a torch.optim.Optimizer that steps alone, such as AdamW: give that to attach, or plan without --allow "
@@ -119,8 +118,9 @@ class Outer(Mode, StepHooks):
         """Prepare the mode; groups are made when it begins, for a switch may yet be refused."""
         super().__init__(plan, host)
         assert plan.outer is not None
-        assert host.optimizer is not None  # else the plan has been refused
-        self.spec, self._optimizer = plan.outer, host.optimizer
+        self.spec = plan.outer
+        self._stepped = 0
+        """Number of optimizers' steps since the last exchange."""
         self.every = plan.outer.every
         """Local steps between two rounds of a fragment (H); fewer where workers are too far from each other."""
         self.distances = DistanceGuard(warns=host.world.rank == 0, taken="averaged")
@@ -161,9 +161,13 @@ class Outer(Mode, StepHooks):
             self._advance(self.host.step)
 
     def after_step(self) -> None:
-        self._advance(self.host.step)
+        """See `StepHooks.after_step`: of several optimizers the last one counts."""
+        self._stepped += 1
+        if self._stepped >= len(self.host.optimizers):
+            self._advance(self.host.step)
 
     def exchanged(self) -> None:
+        self._stepped = 0
         self._advance(self.host.step - 1)
 
     def _advance(self, step: int) -> None:
@@ -171,7 +175,7 @@ class Outer(Mode, StepHooks):
         if step <= self._done or self._ended:
             return
         self._done = step
-        lr = sum(float(group["lr"]) for group in self._optimizer.param_groups)
+        lr = sum(float(group["lr"]) for optimizer in self.host.optimizers for group in optimizer.param_groups)
         self._lrs.append(lr)
         if self._fragments is None:
             left = self.spec.warmup_steps - step
@@ -320,7 +324,10 @@ class Outer(Mode, StepHooks):
             if name in residuals:
                 own = own.to(residuals[name].dtype) - residuals[name] * self.host.world.ranks
             parameter.copy_(mean_over(self.host.world, own))
-        average_optimizer(self.host.world, self._optimizer, self._parameters.values())
+        planned = set(self._parameters.values())
+        for optimizer in self.host.optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"] if p in planned]
+            average_optimizer(self.host.world, optimizer, held)
         self._average_buffers()
         warn_of_scales(self.host)
         self._release()
@@ -418,7 +425,8 @@ class Outer(Mode, StepHooks):
             "residuals": [one.residuals() for one in self._rounds],
             "launched": [fragment.launched for fragment in self._fragments],
             "means": self._buffers.pending(),
-            "weights": dict(weights), "buffers": list(buffers), "optimizer": self._optimizer.state_dict(),
+            "weights": dict(weights), "buffers": list(buffers),
+            "optimizers": [optimizer.state_dict() for optimizer in self.host.optimizers],
         }  # fmt: skip
         return super().state() | {"rank": self.host.world.rank, "outer": copied(state)}
 
@@ -487,7 +495,8 @@ class Outer(Mode, StepHooks):
                 for one in fragment.rounds:
                     one.weights(keep=True)
         self._take(own["weights"], own["buffers"], self.host.synced_buffers())
-        self._optimizer.load_state_dict(copied(own["optimizer"]))
+        for optimizer, state in zip(self.host.optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(copied(state))
         self._buffers.load(self.host.synced_buffers(), own["means"])
         self._begun, self._done = own["begun"], own["done"]
         self._shorten(own["every"])

@@ -24,7 +24,7 @@ from runtime.sparse.residuals import merged
 VERSION = 2
 KEYS = {"version", "spec", "buckets", "step", "begun", "ended", "every", "lrs", "distances", "report"}
 LOCAL_KEYS = KEYS | {
-    "done", "workers", "anchors", "residuals", "launched", "weights", "buffers", "means", "optimizer",
+    "done", "workers", "anchors", "residuals", "launched", "weights", "buffers", "means", "optimizers",
 }  # fmt: skip
 
 ELSEWHERE = (
@@ -133,7 +133,9 @@ def merged_state(
             merged([state["residuals"][bucket] for state in states], rank, ranks) if residuals else {}
             for bucket, residuals in enumerate(states[0]["residuals"])
         ],
-        "optimizer": _merged_optimizer([state["optimizer"] for state in states]),
+        "optimizers": [
+            _merged_optimizer(of_one) for of_one in zip(*(state["optimizers"] for state in states), strict=True)
+        ],
     }
 
 

@@ -99,6 +99,11 @@ class SessionHost:
         return self._session.optimizer
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers of the model in the order of `attach`, without what wraps them."""
+        return self._session.optimizers
+
+    @property
     def exchange(self) -> Exchange:
         """Exchange of the present plan."""
         return self._session._exchange

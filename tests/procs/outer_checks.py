@@ -120,6 +120,45 @@ def against_reference() -> dict[str, Any]:
     return found
 
 
+class Several(list[torch.optim.Optimizer]):
+    """Several optimizers that step together."""
+
+    def zero_grad(self) -> None:
+        """Of all."""
+        for one in self:
+            one.zero_grad()
+
+    def step(self) -> None:
+        """Of all, in order."""
+        for one in self:
+            one.step()
+
+
+def several_optimizers() -> dict[str, Any]:
+    """Two optimizers with a part of the parameters each come to what the reference makes; a switch averages both."""
+
+    def make(model: nn.Module) -> Any:
+        one, *others = model.parameters()
+        return Several([torch.optim.SGD([one], lr=0.05, momentum=0.9), torch.optim.AdamW(others, lr=0.02)])
+
+    expected = Reference(Net, make, net_loss, dist.get_world_size(), STREAMING).begin().run(14)
+    model, optimizers, session = started(plan_of(STREAMING), make)
+    train(model, optimizers, range(7))
+    saved = copy.deepcopy((model.state_dict(), session.state_dict()))
+    session.detach()
+    model, optimizers, session = started(plan_of(STREAMING), make)
+    model.load_state_dict(saved[0])
+    session.load_state_dict(saved[1])
+    train(model, optimizers, range(7, 14))
+    found = {"weights": near(model.parameters(), expected.models[dist.get_rank()].parameters())}
+    session.switch(plan_of(None))
+    found["weights after"] = same_everywhere(list(model.parameters()))
+    states = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    found["states after"] = same_everywhere(states)
+    session.detach()
+    return found
+
+
 def plain_averaging() -> dict[str, Any]:
     """H = 1 with rate 1 and no momentum is a synchronous step of SGD."""
     straight, optimizer, session = started(plan_of(None), sgd)
@@ -402,6 +441,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     for check in (
         against_reference,
         plain_averaging,
+        several_optimizers,
         compressed,
         narrow_against_reference,
         resumed,
