@@ -15,8 +15,8 @@ from benchmarks.delay.updaters import DcAsgd, LocalUpdate, local_update, sgd, tr
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
 from planner.model.modes.delayed import delay_spec
-from runtime.delay import staleness
 from runtime.delay.delayed import Delayed
+from runtime.modes import distance_guard
 from runtime.monitor import pace
 from runtime.plan import DelaySpec, Plan
 
@@ -78,7 +78,7 @@ def _plan(model: torch.nn.Module, steps: int, way: Way) -> Plan:
 
 def train(task: Task, seed: int, way: str) -> Stale:
     """One run on this rank."""
-    staleness.MOVEMENT_BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
+    distance_guard.MOVEMENT_BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
     found = WAYS[way]
     if found.asynchronous:
         return Stale(task.name, seed, way, task.metric(train_asgd(task, seed, dist.get_world_size())), None, None)
@@ -87,7 +87,7 @@ def train(task: Task, seed: int, way: str) -> Stale:
     with session.global_weights():
         metric = task.metric(model)
     delay = session._mode if isinstance(session._mode, Delayed) else None
-    samples = list(delay.staleness.samples) if delay else []
+    samples = list(delay.distances.samples) if delay else []
     session.detach()
     relative, share = (
         statistics.median(values) if values else None

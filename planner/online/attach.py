@@ -221,7 +221,8 @@ def attach(
 
     With `accuracy="bounded"` the run also times encoding in narrow dtypes and the messages that carry them. The best
     bounded plan is tried against the best exact one, and stays if it is at least 2 % faster. Residuals keep what
-    rounding loses, and buckets that do harm are sent in a wider dtype.
+    rounding loses, and buckets that do harm are sent in a wider dtype. With `accuracy="relaxed",
+    allow=("outer",)` outer steps are tried, too, over whole periods and from step 500 on.
 
     PLANNER=off in the environment keeps to DDP's buckets; PLANNER=report reports what it would do, and what bounded
     plans would bring, and never switches; PLANNER_CACHE is the folder of what is remembered. Rank 0's count.
@@ -232,8 +233,8 @@ def attach(
             by itself.
         plan: a plan, or the path of plan.json, which is executed as it is; default: planned in the run.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
-        accuracy: the riskiest class of plan; default: the given plan's, without one exact. Without a plan `exact` or
-            `bounded`.
+        accuracy: the riskiest class of plan; default: the given plan's, without one exact. Without a plan `exact`,
+            `bounded`, or with `outer` allowed `relaxed`.
         compress: what bounded plans may do to a bucket, as for `optimize`; default: what the given plan does, without
             one `wire`. Without a plan `wire` or `none`.
         allow: further interfaces (or one), as for `optimize`; default: the given plan's, without one none.

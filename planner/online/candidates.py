@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from planner.decide.defaults import ALLOWED
+from planner.decide.defaults import ALLOWED, DEFAULT_PASSES
 from planner.documents.profile import Profile
 from planner.documents.text import pluralize
 from planner.ir import ACCURACIES
@@ -18,6 +18,7 @@ from planner.online.ddp import ddp_plan
 from planner.online.deciding import Decision, names_of
 from planner.online.opening import IN_RUN
 from planner.online.planned_run import DECIDING_S, TRIAL_STEPS, WATCHED_STEPS, PlannedRun, Steps
+from planner.passes.outer import Outer
 from planner.strategies.baselines import CAPS_MIB
 from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
@@ -78,7 +79,7 @@ class Candidates:
             try:
                 others = [names_of(plan.buckets) for plan in (run.present, *sized.values())]
                 options = {"accuracy": accuracy, "allow": list(run.opening.key.allow)} | self._limits(accuracy)
-                strategies = NARROW if accuracy != "exact" and not run.harmed else ()
+                strategies = NARROW if accuracy == "bounded" and not run.harmed else ()
                 request = {
                     "profile": profile().to_document(), "options": options, "others": others, "strategies": strategies,
                 }  # fmt: skip
@@ -107,7 +108,8 @@ class Candidates:
         }
         named = [(self.predicted_us(one) or 0.0, one) for one in map(parse_plan, answer["strategies"])]
         faster = [(us, one) for us, one in named if us < (1.0 - WORTH_TRYING) * present_us]
-        self.narrow = [one for _, one in sorted(faster, key=lambda pair: pair[0])]
+        if accuracy == "bounded":
+            self.narrow = [one for _, one in sorted(faster, key=lambda pair: pair[0])]
         if accuracy != plan.accuracy:
             why = next((note for note in plan.notes if note.startswith(f"{accuracy}{ALLOWED}")), "the plan is exact")
             run.tell(why, aloud=reports)
@@ -134,11 +136,14 @@ class Candidates:
         return plan
 
     def _limits(self, accuracy: Accuracy) -> dict[str, Any]:
-        """Return the options of a lossy plan: the encodings whose costs a run measures, and what may not be encoded."""
+        """Return the options of a lossy plan: the encodings whose costs a run measures, what may not be encoded, and of
+        relaxed passes the one whose costs a run knows.
+        """
         if accuracy == "exact":
             return {}
         protected = "|".join(glob.escape(name) for name in sorted(self._run.harmed))
-        return {"compress": IN_RUN, "protect": protected or None}
+        passes = f"{DEFAULT_PASSES},{Outer.name}" if accuracy == "relaxed" else DEFAULT_PASSES
+        return {"compress": IN_RUN, "protect": protected or None, "passes": passes}
 
     def learn(self, plan: Plan, verdict: Verdict) -> None:
         """Note by how much the simulator was wrong about a plan that has been tried."""
@@ -174,7 +179,8 @@ def described(plan: Plan) -> str:
     narrow = [bucket for bucket in plan.buckets if not bucket.dense]
     dtypes = ", ".join(dict.fromkeys(str(bucket.compressor.dtype) for bucket in narrow))
     encoded = f", {len(narrow)} of them in {dtypes}," if narrow else ""
-    return f"a plan of {pluralize(len(plan.buckets), 'bucket')}{encoded}"
+    outer = f", averaged every {plan.outer.every} steps," if plan.outer else ""
+    return f"a plan of {pluralize(len(plan.buckets), 'bucket')}{encoded}{outer}"
 
 
 def digest_of(plan: Plan) -> str:
@@ -185,5 +191,5 @@ def digest_of(plan: Plan) -> str:
     steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
     return Plan(
         model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,
-        phase_order=plan.phase_order,
+        phase_order=plan.phase_order, outer=plan.outer,
     ).digest()  # fmt: skip

@@ -22,6 +22,7 @@ from runtime.comm.world import RankInfo, World
 from runtime.errors import CacheWarning, InputError
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld
+from runtime.plan.interfaces import OUTER
 from runtime.version import __version__
 
 IN_RUN = DEFAULT_COMPRESS
@@ -70,10 +71,11 @@ class Opener:
             return str(error)
         if asked_way() not in get_args(Way):
             return f"PLANNER: found {asked_way()!r}, expected one of: {', '.join(get_args(Way))}; or leave it out"
-        if self.accuracy == "relaxed":
+        if self.accuracy == "relaxed" and not (OUTER in self.allow and compress_of(self.compress or IN_RUN)):
             return (
-                f"accuracy: found {self.accuracy!r} without a plan, expected exact or bounded: what riskier plans need "
-                f"is measured by `planner profile --for {self.accuracy}`; make a plan from that and attach it"
+                f"accuracy: found {self.accuracy!r} without a plan, expected exact or bounded, or allow=({OUTER!r},) "
+                f"with it and no compress: what other riskier plans need is measured by `planner profile --for "
+                f"{self.accuracy}`; make a plan from that and attach it"
             )
         if self.compress is not None and not check_compress(self.compress) <= compress_of(IN_RUN):
             return (

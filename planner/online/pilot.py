@@ -175,8 +175,8 @@ class Pilot:
             yield from self._trials.try_plan(plan)
 
     def _improve(self) -> Steps[None]:
-        """Measure an exact plan's steps, decide, and keep what is faster: an exact plan, and where bounded ones are
-        allowed the best of those against it.
+        """Measure an exact plan's steps, decide, and keep what is faster: an exact plan, and where riskier ones are
+        allowed the best of each class against it.
         """
         run = self._run
         run.make_exact()
@@ -219,13 +219,16 @@ class Pilot:
         bounded: Plan | None = None
         if self._looks_at_narrow:
             bounded = yield from self._candidates.decide(measured, tried, "bounded")
+        relaxed: Plan | None = None
+        if run.opening.key.accuracy == "relaxed":
+            relaxed = yield from self._candidates.decide(measured, tried, "relaxed")
         if run.opening.way == "auto":
-            if bounded is not None:
-                fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
-                for plan in (bounded, *self._candidates.narrow):
-                    if digest_of(plan) not in tried:
-                        tried.add(digest_of(plan))
-                        yield from self._trials.try_plan(replace(plan, fallback=fallback))
+            fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
+            narrow = () if bounded is None else (bounded, *self._candidates.narrow)
+            for plan in (*narrow, *(() if relaxed is None else (relaxed,))):
+                if digest_of(plan) not in tried:
+                    tried.add(digest_of(plan))
+                    yield from self._trials.try_plan(replace(plan, fallback=fallback))
             # What wins more than the simulator errs wins over other sizes, too.
             if self._candidates.off > FAR_OFF and run.present.accuracy == "exact" and not run.present.sharded:
                 yield from self._trials.try_sizes(tried)
@@ -247,7 +250,7 @@ class Pilot:
             windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last) - WINDOW_STEPS + 1, WINDOW_STEPS)]
             medians = [statistics.median(window) for window in windows]
             everyone: list[list[float]] = run.gather(medians, "watching steps")
-            if not all(everyone):
+            if not all(everyone) or not run.session._mode.predicted:  # a warm-up, of which nothing was predicted
                 continue
             shortest_us = max(min(one) for one in everyone)
             longest_us = max(max(one) for one in everyone)

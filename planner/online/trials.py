@@ -8,8 +8,8 @@ from planner.ir import GAIN
 from planner.online.candidates import Candidates, digest_of
 from planner.online.measuring import Overlap, Seen, median_overlap, observe, sizes_of
 from planner.online.planned_run import TRIAL_STEPS, PlannedRun, Steps, called
-from planner.online.trying import climb, judge
-from runtime.monitor.trial import Rounds, trial_steps
+from planner.online.trying import FEWEST_ROUNDS, climb, judge
+from runtime.monitor.trial import Rounds, block_of, trial_steps
 from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan
 
@@ -32,8 +32,11 @@ class Trials:
         Waits until trials may cost something again.
         """
         run, lost_steps = self._run, self._lost_steps
-        left = max(0, math.ceil((lost_steps + MIN_BUDGET_STEPS) / TRIAL_BUDGET) - run.session.step)
-        run.begin_stage(f"{called(plan)} is tried", left + TRIAL_STEPS)
+        block_steps = sum(block_of(plan))
+        begin_step = math.ceil((lost_steps + MIN_BUDGET_STEPS) / TRIAL_BUDGET)
+        begin_step = max(begin_step, plan.outer.warmup_steps if plan.outer else 0)
+        left = max(0, begin_step - run.session.step)
+        run.begin_stage(f"{called(plan)} is tried", left + TRIAL_STEPS + (block_steps - BLOCK_STEPS) * FEWEST_ROUNDS)
         yield from run.wait(left)
         old = run.present
         rounds: Rounds = []
@@ -45,7 +48,7 @@ class Trials:
             rounds = found
             exchanges = run.session._recorder.exchanges_per_update
             names, must_win = (called(plan), called(old)), 0.0 if plan.accuracy == "exact" else GAIN
-            return judge(found, names, may_lose_steps * found[0][1], exchanges, must_win)
+            return judge(found, names, may_lose_steps * found[0][1], exchanges, must_win, block_steps)
 
         def look(tried: Plan) -> None:
             run.present = tried
@@ -57,8 +60,8 @@ class Trials:
         if verdict is None:  # the session has said why
             run.present = old
             return []
-        self._lost_steps += BLOCK_STEPS * max(0.0, sum(new / old - 1.0 for new, old in rounds))
-        run.cost_us += BLOCK_STEPS * max(0.0, sum(new - old for new, old in rounds))
+        self._lost_steps += block_steps * max(0.0, sum(new / old - 1.0 for new, old in rounds))
+        run.cost_us += block_steps * max(0.0, sum(new - old for new, old in rounds))
         run.trials += 1
         run.has_changed |= verdict.good
         if verdict.good and verdict.other_us - verdict.step_us > verdict.noise_us:

@@ -19,12 +19,12 @@ MIN_BUCKET_RATIO = 1.25
 
 def judge(
     rounds: Sequence[tuple[float, float]], names: tuple[str, str], may_lose_us: float = math.inf, exchanges: int = 1,
-    must_win: float = 0.0,
+    must_win: float = 0.0, block_steps: int = BLOCK_STEPS,
 ) -> Verdict | None:  # fmt: skip
     """Return the verdict of rounds of (step of the new plan, step of the old one) in microseconds on the slowest rank;
     None where another round is needed. `names` are those of the plans; the text has times of a step of the optimizer,
     which is a number of `exchanges`. `must_win`: share of the old plan's step that the new one has to win; above 0
-    also the noise.
+    also the noise. `block_steps`: steps of a block of the new plan.
 
     A trial ends early where it has lost more than it may, unless rounds differ by more than the plans do: something
     else on the machine or the network interrupts one plan's block as likely as the other's, and outweighs all other
@@ -35,7 +35,7 @@ def judge(
     noise_us = half_interval(gains_us)
     gain_us = statistics.fmean(gains_us)
     alike = count > 1 and abs(gain_us) <= noise_us
-    lost = -BLOCK_STEPS * sum(gains_us) > may_lose_us and not alike
+    lost = -block_steps * sum(gains_us) > may_lose_us and not alike
     if not lost and (count < FEWEST_ROUNDS or (alike and count < MOST_ROUNDS)):
         return None
     cut = count // 4 if alike else 0
@@ -45,7 +45,7 @@ def judge(
     new_ms, old_ms, noise_ms = (time_us * exchanges / 1e3 for time_us in (new_us, old_us, noise_us))
     text = (
         f"steps with {names[0]} take {new_ms:.2f} ms, with {names[1]} {old_ms:.2f} ms "
-        f"({f'noise ± {noise_ms:.2f} ms, ' if count > 1 else ''}{count * 2 * BLOCK_STEPS} steps): "
+        f"({f'noise ± {noise_ms:.2f} ms, ' if count > 1 else ''}{count * (BLOCK_STEPS + block_steps)} steps): "
         f"the run goes on with {names[0] if good else names[1]}"
     )
     return Verdict(good=good, step_us=new_us, other_us=old_us, noise_us=noise_us, text=text)

@@ -14,7 +14,7 @@ from planner.documents.profile import Line
 from planner.profile.bench import Bench, Run, fit, median_of_slowest, sizes_up_to
 from planner.profile.links import make_shard
 from runtime.delay.local_weights import LocalWeights
-from runtime.delay.staleness import Staleness
+from runtime.modes.distance_guard import DistanceGuard
 from runtime.plan import DelaySpec
 from runtime.sparse.compressed import all_finite
 
@@ -56,10 +56,10 @@ def measure_delay(bench: Bench, numels: Sequence[int]) -> dict[str, Line]:
     def take(tensors: list[int]) -> Run:
         weights, own = _weights(bench.device, tensors)
         pulled = {name: torch.ones_like(weight) for name, weight in weights.items()}
-        staleness = Staleness()
+        guard = DistanceGuard()
 
         def run() -> None:
-            staleness.measure(weights, pulled, 1.0)
+            guard.measure(weights, pulled, 1.0)
             own.take(pulled)
             own.overwrite(pulled)
 

@@ -34,9 +34,9 @@ from runtime.delay.exchange import Pushes, PushResiduals
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
-from runtime.delay.staleness import NO_DISTANCE, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning, InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.modes.distance_guard import NO_DISTANCE, WINDOWS, DistanceGuard
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
 from runtime.plan import HINT, Plan
@@ -154,7 +154,7 @@ class Delayed(Mode, StepHooks):
         self.steps = plan.delay.steps
         """Steps between two pulls (k); shortened if ranks drift apart."""
         warns = host.world.rank == 0
-        self.staleness = Staleness(warns=warns)
+        self.distances = DistanceGuard(warns=warns)
         self.pace = Pace(host.recorder.clock, self.steps, warns=warns)
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._device = next(iter(self._parameters.values())).device
@@ -293,7 +293,7 @@ class Delayed(Mode, StepHooks):
             if left > WINDOWS * self.steps:  # later ones are looked at, too, which takes time
                 self.pace.synchronous_step(self.host.step)
             lr = sum(group["lr"] for group in rates)
-            self.staleness.see_warmup(self._parameters, lr, left=left, steps=self.steps)
+            self.distances.see_warmup(self._parameters, lr, left=left, steps=self.steps)
             if left <= 0:
                 self._begin()
         self._note_places()
@@ -308,7 +308,7 @@ class Delayed(Mode, StepHooks):
         pulled = pushes.take()
         weights = {} if pulled is None else pushes.weights(pulled.whole)
         if weights:
-            pushes.distance = self.staleness.measure(self._parameters, weights, sum(self._lr_sums()))
+            pushes.distance = self.distances.measure(self._parameters, weights, sum(self._lr_sums()))
             self._own.take(weights)
         # What is not finite is no gradient; on a device nobody waits to know it.
         if pushes.finite.device.type != "cpu" or pushes.finite:
@@ -320,7 +320,7 @@ class Delayed(Mode, StepHooks):
     def _pulls_at(self, step: int, reported: Tensor | None) -> bool:
         # What all ranks said decides how long the delay is from this step on.
         if reported is not None and self.host.options.guard:
-            self.steps = self.staleness.judge(reported[:, : len(NO_DISTANCE)], step, self.steps)
+            self.steps = self.distances.judge(reported[:, : len(NO_DISTANCE)], step, self.steps)
             self.steps *= self.pace.allows(reported[:, len(NO_DISTANCE) :])
             if self.steps:
                 self._lrs = deque(self._lrs, maxlen=self.steps)
@@ -433,7 +433,7 @@ class Delayed(Mode, StepHooks):
             )
         state: dict[str, Any] = {
             "version": VERSION, "spec": asdict(self.spec), "stage": self.stage, "step": self.host.step,
-            "steps": self.steps, "rates": list(self._lrs), "staleness": self.staleness.state(),
+            "steps": self.steps, "rates": list(self._lrs), "staleness": self.distances.state(),
             "pace": self.pace.state(), "workers": self.workers.num_nodes,
         }  # fmt: skip
         pushes = self._pushes
@@ -464,7 +464,7 @@ class Delayed(Mode, StepHooks):
             raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
         self.steps = own["steps"]
         self._lrs = deque(own["rates"], maxlen=max(1, self.steps))
-        self.staleness.load(own["staleness"])
+        self.distances.load(own["staleness"])
         self.pace.load(own["pace"])
         if own["stage"] == "delayed":
             self._go_on(own)

@@ -31,7 +31,7 @@ from runtime.core.usage import used_on_any
 from runtime.delay.nodes import IntraNodeAllReduce, IntraNodeBroadcast, NodeLinks
 from runtime.delay.pushes import NarrowedPush
 from runtime.delay.server import Rates, Server, rates_of
-from runtime.delay.staleness import NO_DISTANCE
+from runtime.modes.distance_guard import NO_DISTANCE
 from runtime.monitor.pace import NO_TIMING
 from runtime.monitor.recorder import Recorder
 from runtime.plan import CompressorSpec, Plan
@@ -71,7 +71,7 @@ class StepEpilogue:
     links: NodeLinks | None
     """Hands weights that were pulled between nodes to the node's other ranks."""
     reported: Tensor | None = None
-    """Every worker's head: whether its gradients were finite, then the results of `Staleness.measure` and of
+    """Every worker's head: whether its gradients were finite, then the results of `DistanceGuard.measure` and of
     `Pace.delayed_step`. Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
@@ -183,7 +183,7 @@ class Pushes(Launcher):
         self._used = torch.zeros(0, dtype=torch.bool)
         """Flag of each gradient of the last step: whether this worker has one."""
         self.distance = NO_DISTANCE
-        """Result of `Staleness.measure` since the last push, for the metadata behind the next one."""
+        """Result of `DistanceGuard.measure` since the last push, for the metadata behind the next one."""
         self.pace = NO_TIMING
         """Result of `Pace.delayed_step`, for the metadata behind the next push."""
         self._end: StepEpilogue | None = None

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from runtime.delay.checkpoint import clones, copy_all, kept_on_host
-from runtime.delay.chunks import chunks
 from runtime.delay.server import Rates
+from runtime.modes.chunks import chunks
 from runtime.plan import DelaySpec
 
 Gradients = Mapping[int, Tensor]

@@ -21,6 +21,15 @@ WARM_UP_STEPS = 3
 ROUNDS = 4
 """Each round has a block of each plan, the second one in the other order."""
 
+
+def block_of(plan: Plan) -> tuple[int, int]:
+    """Return (steps that are not counted, steps that are) of a block with a plan: with outer steps a whole period, once
+    each fragment has been launched `delay_steps` before.
+    """
+    spec = plan.outer
+    return (1, BLOCK_STEPS - 1) if spec is None else (1 + spec.delay_steps, spec.every)
+
+
 Rounds = Sequence[tuple[float, float]]
 """Median step, by round, of the new plan and of the old one in microseconds, on the slowest rank."""
 Steps = Generator[Plan | None, None, Verdict | None]
@@ -51,13 +60,18 @@ def trial_steps(
         times_us: dict[bool, float] = {}
         for plan in (new, old) if len(rounds) % 2 == 0 else (old, new):
             switches, restarts = plan is not present, recorder.restarts
+            uncounted, counted = block_of(plan)
             yield plan if switches else None
-            for _ in range(BLOCK_STEPS - 1):
+            for _ in range(uncounted - 1):
+                yield None
+            begin = recorder.steps[-1].end
+            for _ in range(counted):
                 yield None
             if switches and recorder.restarts == restarts:
                 return None
             present = plan
-            times_us[plan is new] = recorder.step_us(BLOCK_STEPS - 1)
+            whole_us = recorder.clock.between_us(begin, recorder.steps[-1].end)
+            times_us[plan is new] = whole_us / counted if plan.outer else recorder.step_us(counted)
             after_block(plan)
         everyone: list[dict[bool, float]] = world.gather(times_us, "comparing plans")
         rounds.append((max(one[True] for one in everyone), max(one[False] for one in everyone)))

@@ -12,6 +12,7 @@ rate of 1 and no momentum, local SGD (Stich, arXiv 1805.09767).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -31,6 +32,7 @@ from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
 from runtime.errors import InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
 from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of, whole_of
@@ -92,11 +94,10 @@ class Outer(Mode, StepHooks):
     def check_optimizer(
         cls, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], planned: Mapping[str, nn.Parameter]
     ) -> str | None:
-        optimizer = optimizers[0] if len(optimizers) == 1 else None
-        if optimizer is not None and not isinstance(optimizer, DECIDE_BY_LOSS):
+        optimizer = next((one for one in optimizers if isinstance(one, DECIDE_BY_LOSS)), None)
+        if optimizers and optimizer is None:
             return None
-        which = "no optimizer, or several"
-        found = which if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
+        found = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
         return (
             f"the plan has outer steps, which follow the steps of each worker's optimizer, but found {found}; expected "
             f"a torch.optim.Optimizer that steps alone, such as AdamW: give that to attach, or plan without --allow "
@@ -123,6 +124,15 @@ class Outer(Mode, StepHooks):
         super().__init__(plan, host)
         assert plan.outer is not None
         self.spec = plan.outer
+        self._stepped = 0
+        """Number of optimizers' steps since the last exchange."""
+        self.every = plan.outer.every
+        """Local steps between two rounds of a fragment (H); fewer where workers are too far from each other."""
+        self.distances = DistanceGuard(warns=host.world.rank == 0, taken="averaged")
+        self._lrs: deque[float] = deque(maxlen=self.every)
+        """Sums of the learning rates of the last steps."""
+        self._report = NO_DISTANCE
+        """This worker's last distance, which other workers get with the next round."""
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._messages = host.world
         """Group of the rounds alone, in flight across steps: everything else goes through the session's own."""
@@ -156,9 +166,13 @@ class Outer(Mode, StepHooks):
             self._advance(self.host.step)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._advance(self.host.step)
+        """See `StepHooks.after_step`: of several optimizers the last one counts."""
+        self._stepped += 1
+        if self._stepped >= len(self.host.optimizers):
+            self._advance(self.host.step)
 
     def exchanged(self) -> None:
+        self._stepped = 0
         self._advance(self.host.step - 1)
 
     def _advance(self, step: int) -> None:
@@ -166,8 +180,12 @@ class Outer(Mode, StepHooks):
         if step <= self._done or self._ended:
             return
         self._done = step
+        lr = sum(float(group["lr"]) for optimizer in self.host.optimizers for group in optimizer.param_groups)
+        self._lrs.append(lr)
         if self._fragments is None:
-            if step >= self.spec.warmup_steps:
+            left = self.spec.warmup_steps - step
+            self.distances.see_warmup(self._parameters, lr, left=left, steps=self.every)
+            if left <= 0:
                 self._begin(step)
             return
         assert self._begun is not None
@@ -178,24 +196,53 @@ class Outer(Mode, StepHooks):
         """Finish and launch the rounds of a local step, counted from 1."""
         assert self._fragments is not None
         assert self._buffers is not None
-        spec = self.spec
-        last = self._fragments[-1]
+        last, late, reported = self._fragments[-1], min(self.spec.delay_steps, self.every - 1), None
         for fragment in self._fragments:
-            if fragment.launched is not None and local >= fragment.launched + spec.delay_steps:
-                self._finish(fragment)
-            if local % spec.every == fragment.first_step % spec.every:
+            if fragment.launched is not None and local >= fragment.launched + late:
+                reported = self._finish(fragment)
+            # One in flight where H has been halved misses a turn.
+            if fragment.launched is None and local % self.every == fragment.first_step % self.every:
                 fragment.launch(local)
                 if fragment is last:
-                    self._buffers.launch(self.host.synced_buffers())
-                if spec.delay_steps == 0:
-                    self._finish(fragment)
+                    self._buffers.launch(self.host.synced_buffers(), self._report)
+                if late == 0:
+                    reported = self._finish(fragment)
+        if reported is not None and self.host.options.guard:
+            self._shorten(self.distances.judge(reported, self._done, self.every))
 
-    def _finish(self, fragment: Fragment) -> None:
+    def _finish(self, fragment: Fragment) -> Tensor | None:
+        """End a round; return the distances of all workers, where they have come with it. Shape (workers, 3)."""
         assert self._fragments is not None
         assert self._buffers is not None
-        fragment.finish(self.spec.mix)
-        if fragment is self._fragments[-1]:
-            self._buffers.finish()
+        fragment.finish(self.spec.mix, self.distances)
+        if fragment is not self._fragments[-1]:
+            return None
+        reported = self._buffers.finish()
+        self._report = self.distances.measured(sum(self._lrs))
+        return reported
+
+    def _shorten(self, every: int) -> None:
+        """Take rounds after this many steps from now on; 0: steps are synchronous from the next one on."""
+        if every in (0, self.every):
+            self.every = every
+            return
+        assert self._fragments is not None
+        self.every, self._lrs = every, deque(self._lrs, maxlen=every)
+        for index, fragment in enumerate(self._fragments):
+            fragment.first_step = (index + 1) * every // len(self._fragments)
+
+    @property
+    def over(self) -> bool:
+        """See `Mode.over`: workers are too far from each other."""
+        return self._fragments is not None and self.every == 0
+
+    def afterwards(self) -> Plan | None:
+        return self.plan.fallback
+
+    def go_on(self) -> None:
+        if self.over:
+            self.end()
+            self.host.put(self.make_exchange())
 
     # Stages.
 
@@ -215,6 +262,7 @@ class Outer(Mode, StepHooks):
             self._fragments, self._ended = None, True
             return
         self._begun = step
+        self.distances.base = host.world.gather(self.distances.base, "beginning local steps")[0]
         host.put(exchange)
 
     def _lay_out(self) -> Exchange:
@@ -243,7 +291,7 @@ class Outer(Mode, StepHooks):
             for anchor in made.anchors:
                 anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
             self._rounds.append(made)
-        self._buffers = BufferRound(len(plan.buckets), self.host.world, communicator)
+        self._buffers = BufferRound(len(plan.buckets), self.host.world, communicator, host.device)
         fragments = self.spec.fragments_of(plan.gradients)
         fragment_of = {name: index for index, names in enumerate(fragments) for name in names}
         self._fragments = [
@@ -281,8 +329,10 @@ class Outer(Mode, StepHooks):
             if name in residuals:
                 own = own.to(residuals[name].dtype) - residuals[name] * self.host.world.ranks
             parameter.copy_(mean_over(self.host.world, own))
-        assert self.host.optimizer is not None
-        average_optimizer(self.host.world, self.host.optimizer, self._parameters.values())
+        planned = set(self._parameters.values())
+        for optimizer in self.host.optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"] if p in planned]
+            average_optimizer(self.host.world, optimizer, held)
         self._average_buffers()
         warn_of_scales(self.host)
         self._release()
@@ -365,20 +415,23 @@ class Outer(Mode, StepHooks):
             self._advance(self.host.step)
         state: dict[str, Any] = {
             "version": VERSION, "spec": asdict(self.spec), "buckets": buckets_of(self.plan), "step": self.host.step,
-            "begun": None,
+            "begun": None, "ended": self._ended, "every": self.every, "lrs": list(self._lrs),
+            "distances": self.distances.state(), "report": self._report,
         }  # fmt: skip
         if self._fragments is None:
             return super().state() | {"rank": self.host.world.rank, "outer": state}
         for fragment in self._fragments:
             fragment.complete()
         weights, buffers = self._aside or (self._own_weights(), self.host.synced_buffers())
-        assert self.host.optimizer is not None
+        assert self._buffers is not None
         state |= {
             "begun": self._begun, "done": self._done, "workers": self.host.world.ranks,
             "anchors": [[anchor.tensors() for anchor in one.anchors] for one in self._rounds],
             "residuals": [one.residuals() for one in self._rounds],
             "launched": [fragment.launched for fragment in self._fragments],
-            "weights": dict(weights), "buffers": list(buffers), "optimizer": self.host.optimizer.state_dict(),
+            "means": self._buffers.pending(),
+            "weights": dict(weights), "buffers": list(buffers),
+            "optimizers": [optimizer.state_dict() for optimizer in self.host.optimizers],
         }  # fmt: skip
         return super().state() | {"rank": self.host.world.rank, "outer": copied(state)}
 
@@ -395,13 +448,17 @@ class Outer(Mode, StepHooks):
             del one["outer"]
         super().load(plain[0] if isinstance(state, dict) else plain)
         step: int = states[0]["step"]
+        own = states[self.host.world.rank if len(states) == self.host.world.ranks else 0]
+        self._lrs = deque(own["lrs"], maxlen=self._lrs.maxlen)
+        self.distances.load(own["distances"])
+        self._report = own["report"]
         if states[0]["begun"] is None:
             if self._fragments is not None:  # the plan has no warm-up, and yet the state is of one
                 raise InputError(
                     "load_state_dict: found the state of a run that stayed synchronous, expected one with "
                     "local steps: load it into a session with an exact plan"
                 )
-            self._done = step
+            self._done, self._ended = step, states[0]["ended"]
             return step
         if self._fragments is None:
             self._begin(self.host.step)
@@ -413,6 +470,7 @@ class Outer(Mode, StepHooks):
     def _resume(self, states: Sequence[dict[str, Any]]) -> None:
         assert self._fragments is not None
         rank, ranks = self.host.world.rank, self.host.world.ranks
+        assert self._buffers is not None
         same = states[0]["workers"] == ranks
         own = states[rank if len(states) == ranks else 0]
         for index, one in enumerate(self._rounds):
@@ -442,6 +500,8 @@ class Outer(Mode, StepHooks):
                 for one in fragment.rounds:
                     one.weights(keep=True)
         self._take(own["weights"], own["buffers"], self.host.synced_buffers())
-        assert self.host.optimizer is not None
-        self.host.optimizer.load_state_dict(copied(own["optimizer"]))
+        for optimizer, state in zip(self.host.optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(copied(state))
+        self._buffers.load(self.host.synced_buffers(), own["means"])
         self._begun, self._done = own["begun"], own["done"]
+        self._shorten(own["every"])

@@ -21,6 +21,7 @@ from runtime.comm.collectives.phases import add_up, all_to_all, gather
 from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message
+from runtime.modes.distance_guard import DistanceGuard
 from runtime.outer.anchors import Anchor
 from runtime.plan import OuterOptimizer
 from runtime.sparse.compressed import CompressedBucket
@@ -179,33 +180,59 @@ class CompressedRound:
 
 
 class BufferRound:
-    """The mean over workers of the model's floating-point buffers, such as the statistics of BatchNorm."""
+    """The mean over workers of the model's floating-point buffers, such as the statistics of BatchNorm, and what each
+    worker reports to the others.
+    """
 
-    def __init__(self, index: int, world: World, communicator: Communicator) -> None:
-        """`index`: of its message for the communicator."""
-        self._index, self._workers, self._communicator = index, world.ranks, communicator
+    def __init__(self, index: int, world: World, communicator: Communicator, device: torch.device) -> None:
+        """`index`: of its message for the communicator; `device`: of the message."""
+        self._index, self._world, self._communicator, self._device = index, world, communicator, device
         self._sent = CommTiming()
         self._message: Message | None = None
         self._buffers: list[Tensor] = []
 
-    def launch(self, buffers: Sequence[Tensor]) -> None:
-        """Send these buffers, the same ones on all workers."""
-        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
-        if not self._buffers:
-            return
-        flat = torch.cat([buffer.detach().reshape(-1).double() for buffer in self._buffers]).div_(self._workers)
+    def launch(self, buffers: Sequence[Tensor], report: Sequence[float]) -> None:
+        """Send these buffers, the same ones on all workers, and this worker's figures."""
+        self._buffers = floating(buffers)
+        rows = torch.zeros(self._world.ranks, len(report), dtype=torch.float64)
+        rows[self._world.rank] = torch.tensor(report, dtype=torch.float64)
+        means = [buffer.detach().reshape(-1).double() / self._world.ranks for buffer in self._buffers]
+        flat = torch.cat([*means, rows.view(-1).to(self._device)])
         self._sent, self._message = CommTiming(), Message(flat, [])
         self._communicator.launch(Payload(self._index, "the mean of buffers", [self._message]), self._sent)
 
-    def finish(self) -> None:
-        """Block until the mean has come, and take it."""
-        message, self._message = self._message, None
-        if message is None:
-            return
-        self._communicator.wait(self._sent)
-        parts = message.flat.split([buffer.numel() for buffer in self._buffers])
+    def finish(self) -> Tensor | None:
+        """Block until the mean has come, take it, and return all workers' figures.
+
+        Returns:
+            Shape (workers, figures); None where nothing was launched.
+        """
+        flat, self._message = self.pending(), None
+        if flat is None:
+            return None
+        numels = [buffer.numel() for buffer in self._buffers]
+        *parts, rows = flat.split([*numels, len(flat) - sum(numels)])
         for buffer, part in zip(self._buffers, parts, strict=True):
             buffer.data.copy_(part.view(buffer.shape))  # as no change that autograd counts
+        figures: Tensor = rows.view(self._world.ranks, -1).cpu()
+        return figures
+
+    def pending(self) -> Tensor | None:
+        """Block until the mean has come, and return it with the figures, for a checkpoint; None: none was launched."""
+        if self._message is None:
+            return None
+        self._communicator.wait(self._sent)
+        return self._message.flat
+
+    def load(self, buffers: Sequence[Tensor], flat: Tensor | None) -> None:
+        """Continue from `pending`."""
+        self._buffers, self._sent = floating(buffers), CommTiming(end=0.0)
+        self._message = None if flat is None else Message(flat, [])
+
+
+def floating(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that have a mean."""
+    return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
 class Fragment:
@@ -230,12 +257,14 @@ class Fragment:
                 one.complete()
 
     @torch.no_grad()
-    def finish(self, mix: float) -> None:
-        """End the round in flight: weights ← mix · weights + (1 − mix) · anchor."""
+    def finish(self, mix: float, guard: DistanceGuard) -> None:
+        """End the round in flight: weights ← mix · weights + (1 − mix) · anchor; `guard` sees both before."""
         self.complete()
         self.launched = None
         for one in self.rounds:
-            for name, anchor in one.weights().items():
+            anchors = one.weights()
+            guard.add(self._parameters, anchors)
+            for name, anchor in anchors.items():
                 mix_into(self._parameters[name], anchor, mix)
 
 

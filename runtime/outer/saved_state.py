@@ -21,9 +21,11 @@ from runtime.plan import OuterSpec, Plan
 from runtime.plan.executed import executed_bucket
 from runtime.sparse.residuals import merged
 
-VERSION = 1
-KEYS = {"version", "spec", "buckets", "step", "begun"}
-LOCAL_KEYS = KEYS | {"done", "workers", "anchors", "residuals", "launched", "weights", "buffers", "optimizer"}
+VERSION = 2
+KEYS = {"version", "spec", "buckets", "step", "begun", "ended", "every", "lrs", "distances", "report"}
+LOCAL_KEYS = KEYS | {
+    "done", "workers", "anchors", "residuals", "launched", "weights", "buffers", "means", "optimizers",
+}  # fmt: skip
 
 ELSEWHERE = (
     "continue with the plan that the run began with, or end the outer steps there first (session.switch to a plan "
@@ -126,11 +128,14 @@ def merged_state(
             for i, buffer in enumerate(states[0]["buffers"])
         ],
         "launched": [None] * len(wholes),
+        "means": None,
         "residuals": [
             merged([state["residuals"][bucket] for state in states], rank, ranks) if residuals else {}
             for bucket, residuals in enumerate(states[0]["residuals"])
         ],
-        "optimizer": _merged_optimizer([state["optimizer"] for state in states]),
+        "optimizers": [
+            _merged_optimizer(of_one) for of_one in zip(*(state["optimizers"] for state in states), strict=True)
+        ],
     }
 
 

@@ -102,7 +102,7 @@ class SessionHost:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers of the model, without what wraps them."""
+        """All optimizers of the model in the order of `attach`, without what wraps them."""
         return self._session.optimizers
 
     @property

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import runtime
 from planner.jobs.training import Trainer, build, weights_sha256
-from runtime.delay import staleness
 from runtime.delay.delayed import Delayed
+from runtime.modes import distance_guard
 from runtime.monitor import pace
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket
 from runtime.session.session import Session
@@ -152,7 +152,7 @@ def guarded() -> dict[str, bool]:
     seen = []
     with (
         warnings.catch_warnings(record=True) as caught,
-        patch.multiple(staleness, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=2),
+        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=2),
     ):
         warnings.simplefilter("always")
         for step in range(60):
@@ -266,7 +266,7 @@ def paced() -> dict[str, bool]:
     return results
 
 
-@patch.multiple(staleness, MOVEMENT_BOUND=1e9)
+@patch.multiple(distance_guard, MOVEMENT_BOUND=1e9)
 def habits() -> dict[str, bool]:
     """Steps that are left out, accumulated gradients, unused parameters, closures."""
     model, optimizer, session = _started(DelaySpec(steps=1, warmup_steps=2))

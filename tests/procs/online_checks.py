@@ -29,10 +29,12 @@ import planner
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.emit.lower import lower
+from planner.model.modes import outer_steps
 from planner.model.problem import make_problem
-from planner.online import candidates, deciding, measuring, pilot, trials
+from planner.online import candidates, deciding, measuring, opening, pilot, trials
 from planner.online.attach import PlannedSession
 from planner.online.cache import Cache, Key, Remembered
+from planner.profile import step as measured_step
 from runtime.checks.plan import model_fingerprint
 from runtime.errors import CacheWarning
 from runtime.monitor.verdict import Verdict
@@ -636,11 +638,42 @@ def bounded_is_reported() -> dict[str, bool]:
     return results
 
 
+def outer_on_a_slow_link() -> dict[str, bool]:
+    """The run finds outer steps, behind their synchronous ones, and the next run of the class begins with them."""
+    results: dict[str, bool] = {}
+    with ExitStack() as stack:
+        for module in (opening, measured_step):
+            stack.enter_context(mock.patch.object(module, "count_nodes", return_value=dist.get_world_size()))
+        stack.enter_context(mock.patch.object(outer_steps, "WARMUP_STEPS", 60))
+        link = stack.enter_context(linked())
+        stack.enter_context(hurried(None, Decision=Here, POLL_S=1e-6, MOST_TRIALS=1))
+        link.s_per_byte = SLOW_S_PER_BYTE
+        side = online(wide(), accuracy="relaxed", allow="outer", drift=False)
+        session = session_of(side)
+        assert session._pilot is not None
+        for step in range(800):
+            steps(side, range(step, step + 1))
+            if session._pilot.stage is None:
+                break
+        steps(side, range(800, 805))
+        found, story = session.plan, session._pilot.story
+        results[f"outer: {story}"] = found.outer is not None and session._mode.own_weights
+        results["not in its synchronous steps"] = session.step > 60
+        results["alike"] = ranks_agree([story, found.digest()])
+        results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"
+        side.close()
+        again = online(wide(), accuracy="relaxed", allow="outer", drift=False)
+        results["the next run begins with it"] = session_of(again).plan.outer == found.outer
+        again.close()
+    return results
+
+
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
         switch_inside, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real, caches, ways, interrupted,
         slowed_link, plans_of_others, bounded_on_a_slow_link, bounded_on_a_fast_link, bounded_is_reported,
+        outer_on_a_slow_link,
     )
 }  # fmt: skip
 

@@ -7,9 +7,11 @@ import copy
 import itertools
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
+from runtime.modes import distance_guard
+from runtime.outer.local_steps import Outer
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 
@@ -116,6 +120,45 @@ def against_reference() -> dict[str, Any]:
     return found
 
 
+class Several(list[torch.optim.Optimizer]):
+    """Several optimizers that step together."""
+
+    def zero_grad(self) -> None:
+        """Of all."""
+        for one in self:
+            one.zero_grad()
+
+    def step(self) -> None:
+        """Of all, in order."""
+        for one in self:
+            one.step()
+
+
+def several_optimizers() -> dict[str, Any]:
+    """Two optimizers with a part of the parameters each come to what the reference makes; a switch averages both."""
+
+    def make(model: nn.Module) -> Any:
+        one, *others = model.parameters()
+        return Several([torch.optim.SGD([one], lr=0.05, momentum=0.9), torch.optim.AdamW(others, lr=0.02)])
+
+    expected = Reference(Net, make, net_loss, dist.get_world_size(), STREAMING).begin().run(14)
+    model, optimizers, session = started(plan_of(STREAMING), make)
+    train(model, optimizers, range(7))
+    saved = copy.deepcopy((model.state_dict(), session.state_dict()))
+    session.detach()
+    model, optimizers, session = started(plan_of(STREAMING), make)
+    model.load_state_dict(saved[0])
+    session.load_state_dict(saved[1])
+    train(model, optimizers, range(7, 14))
+    found = {"weights": near(model.parameters(), expected.models[dist.get_rank()].parameters())}
+    session.switch(plan_of(None))
+    found["weights after"] = same_everywhere(list(model.parameters()))
+    states = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    found["states after"] = same_everywhere(states)
+    session.detach()
+    return found
+
+
 def plain_averaging() -> dict[str, Any]:
     """H = 1 with rate 1 and no momentum is a synchronous step of SGD."""
     straight, optimizer, session = started(plan_of(None), sgd)
@@ -157,6 +200,29 @@ def compressed() -> dict[str, Any]:
         )
         session.switch(plan_of(None))
         found[f"{name} t={t}"] = near([p.double() for p in model.parameters()], expected.values(), 2e-6)
+        session.detach()
+    return found
+
+
+def narrow_against_reference() -> dict[str, Any]:
+    """Rounds in 8 bits with error feedback stay within the format of whole ones in float64, however many there are.
+
+    What all workers hold back is at most one code of the largest pseudo-gradient: half of one of their own, and half
+    of one of the sum. The outer optimizer makes at most lr / (1 − momentum) of it. Twice that is allowed, for what it
+    changes in later gradients.
+    """
+    found: dict[str, Any] = {}
+    for t, rule in itertools.product((0, 2), (LOCAL_SGD, OuterOptimizer())):
+        spec = replace(STREAMING, delay_steps=t, optimizer=rule)
+        expected = Reference(Net, sgd, net_loss, dist.get_world_size(), spec).begin().run(26)
+        model, optimizer, session = started(plan_of(spec, INT8), sgd, single())
+        train(model, optimizer, range(26), single_loss)
+        pairs = zip(model.parameters(), expected.models[dist.get_rank()].parameters(), strict=True)
+        apart = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
+        code = expected.largest / 127.0
+        bound = 2.0 * code * rule.lr / (1.0 - rule.momentum)
+        name = f"t={t}, momentum {rule.momentum}"
+        found[f"{name}: {apart / code:.2f} codes"] = 1e-3 * code < apart <= bound
         session.detach()
     return found
 
@@ -266,6 +332,42 @@ def switched() -> dict[str, Any]:
     return found
 
 
+def guarded() -> dict[str, Any]:
+    """Workers that are too far from each other take rounds sooner, then synchronous steps, all at one step."""
+    plan = replace(plan_of(STREAMING), fallback=plan_of(None))
+    model, optimizer, session = started(plan)
+    seen, resumed_at = [], 18
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=2),
+    ):
+        warnings.simplefilter("always")
+        for step in range(40):
+            if step == resumed_at:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+                session.detach()
+                model, optimizer, session = started(plan)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                session.load_state_dict(saved[2])
+            train(model, optimizer, range(step, step + 1))
+            seen.append(session._mode.every if isinstance(session._mode, Outer) else 0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    texts = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
+    found = {
+        "alike": all(one == seen for one in everyone),
+        "shortened before it was saved": seen[resumed_at] == 2,
+        "shortened, then synchronous": list(dict.fromkeys(seen)) == [4, 2, 1, 0],
+        "weights": same_everywhere(list(model.parameters())),
+        "reported on rank 0": len(texts) == 3 and "averaged every 2 steps" in texts[0] and "synchronous" in texts[2]
+        if dist.get_rank() == 0
+        else not texts,
+    }
+    session.detach()
+    return found
+
+
 def loses_a_worker() -> None:
     """The second worker is killed between rounds."""
     model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
@@ -339,11 +441,14 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     for check in (
         against_reference,
         plain_averaging,
+        several_optimizers,
         compressed,
+        narrow_against_reference,
         resumed,
         switched,
         more_workers,
         leaves_between_gradient_and_step,
+        guarded,
         habits,
         buffers,
     )

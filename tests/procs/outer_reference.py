@@ -29,6 +29,8 @@ class Reference:
         self.outer: list[torch.optim.Optimizer] = []
         self.in_flight: dict[int, tuple[int, dict[str, Tensor]]] = {}
         self.steps = self.local = 0
+        self.largest = 0.0
+        """Largest element of all workers' pseudo-gradients."""
 
     def _anchor(self) -> None:
         first = dict(self.models[0].named_parameters())
@@ -85,10 +87,11 @@ class Reference:
         for index, fragment in enumerate(self.fragments):
             self._arrive(index)
             if self.local % spec.every == (index + 1) * spec.every // count % spec.every:
-                delta = {
-                    name: torch.stack([self.anchors[name] - worker[name] for worker in workers]).mean(0)
-                    for name in fragment
+                apart = {
+                    name: torch.stack([self.anchors[name] - worker[name] for worker in workers]) for name in fragment
                 }
+                self.largest = max(self.largest, *(float(one.abs().max()) for one in apart.values()))
+                delta = {name: one.mean(0) for name, one in apart.items()}
                 self.in_flight[index] = (self.local + spec.delay_steps, delta)
                 self._arrive(index)
 

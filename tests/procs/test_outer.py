@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import outer_checks
+import outer_lives_checks
 import pytest
 from asked import asked_for
 from findings import wrong
@@ -26,6 +27,12 @@ def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
         assert wrong(results[check]) == {}, rank
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_random_lives_lose_nothing(workers: int) -> None:
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=workers), outer_lives_checks.run, list(range(6)))):
+        assert wrong(results) == {}, rank
 
 
 def test_a_lost_worker_ends_the_run() -> None:

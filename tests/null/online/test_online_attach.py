@@ -56,7 +56,12 @@ SPARSE = Plan(
         (SPARSE, {"accuracy": "exact"}, PlanMismatch, "accuracy is bounded, expected at most exact"),
         (None, {"accuracy": "bounded", "compress": "wire,sparse"}, InputError, "without a plan, expected wire or none"),
         (None, {"accuracy": "bounded", "compress": "zip"}, InputError, "compress: found 'zip'"),
-        (None, {"accuracy": "relaxed"}, InputError, "expected exact or bounded: .*`planner profile --for relaxed`"),
+        (
+            None,
+            {"accuracy": "relaxed"},
+            InputError,
+            "expected exact or bounded, or allow=.*`planner profile --for relaxed`",
+        ),
         (None, {"compress": "none"}, InputError, "compress: found 'none' with accuracy='exact'"),
     ],
 )

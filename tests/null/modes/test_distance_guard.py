@@ -1,4 +1,4 @@
-"""The guard of plans with delay: what it measures distances by, and when workers are too far."""
+"""The guard of plans with delay or outer steps: what it measures distances by, and when workers are too far."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from runtime.comm.topology import Topology
-from runtime.delay import staleness
-from runtime.delay.staleness import MOVEMENT_BOUND, PULLS, SHARE_BOUND, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning
+from runtime.modes.distance_guard import MOVEMENT_BOUND, PULLS, SHARE_BOUND, WINDOWS, DistanceGuard
 
 
-def warmed(steps: int, k: int, moves: dict[int, float]) -> Staleness:
+def warmed(steps: int, k: int, moves: dict[int, float]) -> DistanceGuard:
     """After a warm-up in which one weight moves by 1 in each step, and by something else in some."""
-    weight, watched = nn.Parameter(torch.zeros(1)), Staleness()
+    weight, watched = nn.Parameter(torch.zeros(1)), DistanceGuard()
     for step in range(steps):
         with torch.no_grad():
             weight += moves.get(step, 1.0)
@@ -40,10 +39,10 @@ def test_the_warm_up_is_measured_over_several_windows(k: int) -> None:
 
 
 def test_a_state_in_the_warm_up_goes_on() -> None:
-    weight, watched = nn.Parameter(torch.zeros(1)), Staleness()
+    weight, watched = nn.Parameter(torch.zeros(1)), DistanceGuard()
     for step in range(12):
         if step == 7:
-            again = Staleness()
+            again = DistanceGuard()
             again.load(watched.state())
             watched = again
         with torch.no_grad():
@@ -65,7 +64,7 @@ def test_workers_are_too_far_by_both_measures_for_some_pulls() -> None:
         assert [watched.judge(far, step, 4) for step in range(PULLS - 1)] == [4] * (PULLS - 1)
         assert watched.judge(told(1.0, 2 * SHARE_BOUND), PULLS, 4) == 4  # and from the beginning again
         assert [watched.judge(far, step, 4) for step in range(PULLS - 1)] == [4] * (PULLS - 1)
-    with pytest.warns(AccuracyWarning, match=f"expected at most {staleness.MOVEMENT_BOUND:g} or 5% of the weights"):
+    with pytest.warns(AccuracyWarning, match=f"expected at most {MOVEMENT_BOUND:g} or 5% of the weights"):
         assert watched.judge(far, 99, 4) == 2
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.delay.chunks import CHUNK, chunks
-from runtime.delay.staleness import norm
+from runtime.modes.chunks import CHUNK, chunks
+from runtime.modes.distance_guard import norm
 
 SHAPES = {"short": (7,), "one block": (CHUNK,), "longer": (3, CHUNK // 2 + 1), "image": (2, 3, 80, 90), "scalar": ()}
 

@@ -1,0 +1,109 @@
+"""Random lives of runs with outer steps: whatever happens between two steps, no gradient is lost."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from outer_checks import INT8, STREAMING, mean_over_ranks, near, plan_of, sgd, single, single_loss, started
+from torch import Tensor, nn
+
+from runtime.plan import CompressorSpec, OuterOptimizer, Plan
+
+LR, STEPS = 0.05, 30
+COMPRESSORS = (None, INT8, CompressorSpec(name="topk", density=0.3))
+
+
+def plans(chance: random.Random) -> Plan:
+    """Synchronous or with outer steps that average weights, whole or compressed."""
+    compressor = chance.choice(COMPRESSORS)
+    if chance.random() < 0.3:
+        return replace(plan_of(None, compressor), accuracy="exact" if compressor is None else "bounded")
+    every = chance.choice((2, 3, 5))
+    averaging = OuterOptimizer(lr=1.0, momentum=0.0)
+    return plan_of(
+        replace(STREAMING, every=every, delay_steps=0, mix=0.0, warmup_steps=0, optimizer=averaging), compressor
+    )
+
+
+def gradients(twin: nn.Module, model: nn.Module, batches: list[int]) -> dict[str, Tensor]:
+    """Return this rank's own gradients at the model's weights, which no session sees."""
+    twin.load_state_dict(model.state_dict())
+    twin.zero_grad()
+    for batch in batches:
+        single_loss(twin, dist.get_rank(), batch).backward()
+    return {name: p.grad.clone() for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def live(seed: int) -> dict[str, Any]:
+    """Plain SGD, of which the mean of the workers' weights is linear in their gradients: steps that accumulate, that
+    overflow on one worker and are skipped, switches of plans, and checkpoints.
+    """
+    chance = random.Random(seed)  # the same on all ranks
+    model, optimizer, session = started(plans(chance), sgd, single())
+    twin = single()
+    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    moved = {name: torch.zeros_like(p) for name, p in expected.items()}
+    seen = []
+    for step in range(STEPS):
+        event = chance.choice(("step", "step", "accumulate", "overflow", "switch", "resume", "switch in a step"))
+        if (
+            seen[-1:] == ["overflow"] or step == STEPS - 1
+        ):  # what the others have sent behind it is sent before the next forward
+            event = "step"
+        seen.append(event)
+        plan = plans(chance)
+        if event == "switch":
+            session.switch(plan)
+        elif event == "switch in a step":
+            session.switch(plan, at_step=session.step + 1)
+        elif event == "resume":
+            saved = copy.deepcopy((model.state_dict(), session.state_dict()))
+            plan = session.plan
+            session.detach()
+            model, optimizer, session = started(plan, sgd, single())
+            model.load_state_dict(saved[0])
+            session.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        batches = [step, 100 + step] if event == "accumulate" else [step]
+        if event == "accumulate":
+            with session.no_sync():
+                single_loss(model, dist.get_rank(), batches[0]).backward()
+        loss = single_loss(model, dist.get_rank(), batches[-1])
+        own = gradients(twin, model, batches)  # at the weights of this forward
+        overflows = event == "overflow" and dist.get_rank() == step % dist.get_world_size()
+        (loss * (float("inf") if overflows else 1.0)).backward()
+        counts = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+        if counts:  # as a GradScaler does
+            optimizer.step()
+        for name, total in moved.items():
+            total -= LR * own[name] * float(counts)
+    session.switch(plan_of(None))
+    for step in range(STEPS, STEPS + 2):  # all residuals are sent
+        optimizer.zero_grad()
+        own = gradients(twin, model, [step])
+        single_loss(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        for name, total in moved.items():
+            total -= LR * own[name]
+    for name, total in expected.items():
+        total += mean_over_ranks(moved[name])
+    found = {f"life {seed}: {seen}": near([p.double() for p in model.parameters()], expected.values(), 1e-5)}
+    session.detach()
+    return found
+
+
+def run(seeds: list[int]) -> dict[str, Any]:
+    """Results of some lives on this rank."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            found |= live(seed)
+    return found
