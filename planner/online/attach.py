@@ -28,7 +28,7 @@ from planner.report.page import page_text
 from planner.report.tables import print_plan
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World, deadlines
-from runtime.core.options import AttachOptions
+from runtime.core.options import AttachOptions, CompileArgument
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.plan import Accuracy, Plan, load_plan
 from runtime.plan.files import write_text
@@ -193,6 +193,7 @@ def attach(
     guard: bool = True,
     mesh: DeviceMesh | None = None,
     weight: Callable[[], float] | None = None,
+    compile: CompileArgument | None = None,
 ) -> PlannedSession:
     """Make `backward()` of a plain model exchange its gradients by a plan, which is given or found in the run.
 
@@ -230,6 +231,10 @@ def attach(
         mesh: the ranks as rows of nodes; default: what torchrun reports, or the machines' names.
         weight: returns the number of samples or tokens of this rank in the next backward, in place of
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
+        compile: compile the model, or compile again what `torch.compile` has made of it, in regions that end where the
+            plan's `cuts` are: a backend of `torch.compile` by name (`"inductor"`), or a mapping of its arguments
+            `backend`, `mode`, `options` and `dynamic`. Gradients then come region by region. A plan without `cuts` has
+            regions of DDP's sizes. Default: the model stays as it is.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns. `session.explain()` reports what
@@ -249,7 +254,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, compile=compile,
     )  # fmt: skip
     if plan is not None:
         loaded = plan

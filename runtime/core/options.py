@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+CompileArgument = str | Mapping[str, Any]
+"""Backend of `torch.compile` by name, or some of its keyword arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +28,6 @@ class AttachOptions:
     guard: bool = True
     mesh: DeviceMesh | None = None
     weight: Callable[[], float] | None = None
+    compile: CompileArgument | None = None
     communicate: bool = True
     """Whether gradients are exchanged; with False everything else happens."""

@@ -19,7 +19,7 @@ from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.core.members import exchanged_buffers, exchanged_parameters
-from runtime.core.options import AttachOptions
+from runtime.core.options import AttachOptions, CompileArgument
 from runtime.errors import InputError, PlanMismatch
 from runtime.monitor.drift import warn_of_torch
 from runtime.optimizers.kinds import inner_optimizers
@@ -50,6 +50,7 @@ def attach(
     guard: bool = True,
     mesh: DeviceMesh | None = None,
     weight: Callable[[], float] | None = None,
+    compile: CompileArgument | None = None,
 ) -> Session:
     """Make `backward()` of a plain model exchange its gradients as the plan says.
 
@@ -83,6 +84,10 @@ def attach(
             LOCAL_WORLD_SIZE), or the machines' names.
         weight: returns the number of samples or tokens of this rank in the next backward, in place of
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
+        compile: compile the model, or compile again what `torch.compile` has made of it, in regions that end where the
+            plan's `cuts` are: a backend of `torch.compile` by name (`"inductor"`), or a mapping of its arguments
+            `backend`, `mode`, `options` and `dynamic`. Gradients then come region by region. A plan without `cuts` has
+            regions of DDP's sizes. Default: the model stays as it is.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
@@ -96,7 +101,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, compile=compile,
     )  # fmt: skip
     return attach_as(Session, model, optimizer, plan, options)
 

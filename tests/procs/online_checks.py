@@ -50,7 +50,8 @@ class Given:
         problem = make_problem(parse_profile(request["profile"]))
         self._answer = {
             "plan": lower(problem, make_schedule(problem, "wfbp")).to_document(),
-            "others_us": [1e9] * len(request["others"]), "strategies": [],
+            "others_us": [1e9] * len(request["others"]),
+            "strategies": [],
         }
         self._asked = 0
 
