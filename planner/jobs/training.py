@@ -219,7 +219,11 @@ class Trainer:
             timeout_s: deadline of every wait for other ranks; default: 20 steps, at least 30 s.
         """
         self.built = built
-        self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan, timeout_s=timeout_s)
+        self.session = None
+        if plan is not None:
+            self.session = runtime.attach(
+                built.model, built.optimizer, plan, timeout_s=timeout_s, compile=built.job.compile
+            )
         self._model: nn.Module = built.model
         # Made after the model and released after it: if DDP is the last owner of a group, it takes it down without
         # letting other threads run, and waits for the group's thread, which may wait for that.

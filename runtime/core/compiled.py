@@ -120,11 +120,12 @@ def blocks_of(model: nn.Module) -> list[str]:
     other, in the order in which they are registered, which is usually that of forward.
     """
     found: list[str] = []
-    for name, module in modules_by_name(model).items():
-        inside = any(name.startswith(f"{block}.") for block in found)
+    modules = modules_by_name(model)
+    for name, module in modules.items():
+        inside = any(f"{name}.".startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
             named = (f"{name}.{child}" if name else child for child, _ in module.named_children())
-            found += [block for block in named if any(True for _ in modules_by_name(model)[block].parameters())]
+            found += [block for block in named if any(True for _ in modules[block].parameters())]
     return found
 
 
