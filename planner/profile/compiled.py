@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from planner.documents.compiled import CompiledProfile, Cut
 from planner.documents.profile import ComputeProfile, Gradient
@@ -25,6 +26,9 @@ MOST_CUTS = 48
 """Blocks at which the graph is cut while it is measured; of more blocks every second one, or every third, and so on."""
 COMPILING_STEPS = 2
 """Steps in which graphs are compiled."""
+ROUNDS = 2
+"""Times that one graph and all cuts are measured, interleaved."""
+TIMES = ("forward_us", "backward_us")
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,22 @@ def with_costs(
         phases: reports what is done.
         regions: the cuts. Afterwards the model is compiled with them again.
     """
-    began = time.perf_counter()
-    regions.cut(training, ())
-    whole = combine(measure_again(training, bench), training.parameters)
-    regions.cut(training, regions.blocks)
-    compile_s = time.perf_counter() - began
+    compile_s = regions.cut(training, ())
+    whole, cut_up = [], []
+    for _ in range(ROUNDS):  # interleaved: the machine may be slower for a while
+        for blocks, times in (((), whole), (regions.blocks, cut_up)):
+            regions.cut(training, blocks)
+            times.append(combine(measure_again(training, bench), training.parameters))
     cuts = find_cuts(found.gradients, _parameters_of(training, regions.blocks))
     count = max(1, len(cuts))
-    forward_us = max(0.0, found.forward_us - whole.forward_us) / count
-    backward_us = max(0.0, found.backward_us - whole.backward_us) / count
+    forwards_us, backwards_us = (
+        [fmean(getattr(one, name) for one in form) for form in (whole, cut_up)] for name in TIMES
+    )
+    forward_us, backward_us = (max(0.0, many - one) / count for one, many in (forwards_us, backwards_us))
+    whole_us = forwards_us[0] + backwards_us[0]
     phases.say(
         f"{pluralize(len(cuts), 'cut')} of the graph: forward and backward take "
-        f"{ms(found.forward_us + found.backward_us)}, those of one graph {ms(whole.forward_us + whole.backward_us)}"
+        f"{ms(forwards_us[1] + backwards_us[1])}, those of one graph {ms(whole_us)}"
     )
     gradients = list(found.gradients)
     for cut in cuts:  # the region that the cut ends has paid for it
@@ -100,7 +108,7 @@ def with_costs(
             cuts=tuple(
                 replace(cut, forward_us=round(forward_us, 3), backward_us=round(backward_us, 3)) for cut in cuts
             ),
-            whole_us=round(whole.forward_us + whole.backward_us, 3),
+            whole_us=round(whole_us, 3),
             compile_s=round(compile_s, 3),
         ),
     )
