@@ -26,6 +26,7 @@ from planner.testbed.hosts import Emulation, emulation_here
 from runtime.checks.optimizer import check_owners
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World, first_line
+from runtime.core.compiled import CompiledModel
 from runtime.core.members import ignored_ids
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.monitor.preserve import preserved
@@ -235,6 +236,8 @@ class Trainer:
                 self._model = DistributedDataParallel(
                     built.model, process_group=self._world.group, find_unused_parameters=unused
                 )
+            if built.job.compile is not None:
+                self._model = CompiledModel(built.model, built.job.compile).around(self._model)
         self.step_us: list[float] = []
         self.losses: list[float] = []
 

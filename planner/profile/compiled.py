@@ -77,7 +77,7 @@ def with_costs(
         regions: the cuts. Afterwards the model is compiled with them again.
     """
     compile_s = regions.cut(training, ())
-    whole, cut_up = [], []
+    whole, cut_up = list[ComputeProfile](), list[ComputeProfile]()
     for _ in range(ROUNDS):  # interleaved: the machine may be slower for a while
         for blocks, times in (((), whole), (regions.blocks, cut_up)):
             regions.cut(training, blocks)

@@ -7,9 +7,10 @@ each region gradients come region by region, and their buckets are sent while ba
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -152,8 +153,12 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, argument: CompileArgument) -> None:
         self._model, self._options = model, CompileOptions.of(argument)
-        self._backends: dict[tuple[str, ...], Callable[..., Any]] = {}
         self._restore: Callable[[], None] | None = None
+
+    def around(self, wrapped: nn.Module) -> nn.Module:
+        """Return what `torch.compile` makes of DDP around the model, whose graph torch cuts at DDP's buckets."""
+        backend = self._backend(None)
+        return cast(nn.Module, torch.compile(wrapped, backend=backend, dynamic=self._options.dynamic))
 
     def cut(self, cuts: Sequence[str] | None) -> None:
         """Compile the model anew, from its next forward on, with a region that begins at each of these modules.
@@ -162,16 +167,25 @@ class CompiledModel:
         """
         names = tuple(default_cuts(self._model) if cuts is None else cuts)
         self.remove()
-        if names not in self._backends:
+        self._restore = recompile(self._model, backend=self._backend(names), dynamic=self._options.dynamic)
+
+    def _backend(self, cuts: tuple[str, ...] | None) -> Callable[..., Any]:
+        """Return the backend of these cuts; None: that of DDP's own."""
+        # By these torch looks compiled graphs up: one for each form of a model, in all sessions that it has.
+        known = _backends.setdefault(self._model, {})
+        if (form := (repr(self._options), cuts)) not in known:
             modules = modules_by_name(self._model)
-            self._backends[names] = CutBackend([modules[name] for name in names], self._options.compiler())
-        self._restore = recompile(self._model, backend=self._backends[names], dynamic=self._options.dynamic)
+            known[form] = CutBackend([modules[name] for name in cuts or ()], self._options.compiler())
+        return known[form]
 
     def remove(self) -> None:
         """Compile the model no more; a model that was compiled is as before."""
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()
+
+
+_backends: weakref.WeakKeyDictionary[nn.Module, dict[Any, CutBackend]] = weakref.WeakKeyDictionary()
 
 
 class CutBackend:
