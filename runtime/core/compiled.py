@@ -24,6 +24,7 @@ from runtime.torch_compat import (
     find_backend,
     inductor_settings,
     is_autograd_compiled,
+    is_compiled,
     modules_of_node,
     recompile,
 )
@@ -146,6 +147,30 @@ def default_cuts(model: nn.Module) -> tuple[str, ...]:
             cuts.append(block)
             size = 0
     return tuple(reversed(cuts))
+
+
+def report_regions(
+    model: nn.Module, argument: CompileArgument | None, cuts: Sequence[str] | None, wait_us: float
+) -> str | None:
+    """Return in how many regions a model is compiled, or what cuts would win; None where it is not compiled.
+
+    Args:
+        model: as attached.
+        argument: `compile` of `attach`.
+        cuts: the plan's.
+        wait_us: time of a step in which it waits for messages.
+    """
+    if argument is not None:
+        regions = 1 + len(default_cuts(model) if cuts is None else cuts)
+        return f"compiled by {CompileOptions.of(argument).backend} in {regions} region{'s' * (regions > 1)}"
+    if cuts:
+        return f"the plan has {len(cuts)} cuts of the compiled graph, which are not executed: attach with compile="
+    if not is_compiled(model) or compiled_parts(model):
+        return None
+    return (
+        f"one compiled graph, whose gradients come at once: cuts could hide up to {wait_us / 1e3:.2f} ms of waiting; "
+        f'attach with compile="inductor" to make them'
+    )
 
 
 class CompiledModel:

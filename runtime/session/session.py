@@ -28,7 +28,7 @@ from runtime.comm.world import Grid, RankInfo, World, agree, check_still_alone, 
 from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
-from runtime.core.compiled import CompiledModel, check_cuts
+from runtime.core.compiled import CompiledModel, check_cuts, report_regions
 from runtime.core.exchange import Exchange
 from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
@@ -552,7 +552,12 @@ class Session:
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         found = self._monitor.arrivals
-        shared: dict[str, Any] = {"norms": self._norms.report(), "operators": self._operators.report()}
+        compiled = report_regions(self.model, self._options.compile, plan.cuts, report.wait_us)
+        shared: dict[str, Any] = {
+            "compiled": compiled,
+            "norms": self._norms.report(),
+            "operators": self._operators.report(),
+        }
         return replace(report, step=mode.report(), arrivals=found.rows, messages=found.messages, **shared)
 
     def metrics(self) -> dict[str, float]:

@@ -96,7 +96,8 @@ def cut(
     session = runtime.attach(target, optimizer, plan_of(made, 3, cuts=CUTS), timeout_s=60, compile={"backend": backend})
     side = Side(made, target, optimizer, session)
     _train(side, sizes, came)
-    results = {"steps": session.report().steps == STEPS} | compare(outcome(reference), outcome(side))
+    results = {"report": f"compiled by {backend} in 3 regions" in str(session.report())}
+    results |= {"steps": session.report().steps == STEPS} | compare(outcome(reference), outcome(side))
     regions = [_region(name) for name in came[-1]]
     results["gradients come by regions"] = regions == sorted(regions, reverse=True)
     seen += came[-1]
@@ -128,6 +129,11 @@ def switched() -> dict[str, bool]:
     session.switch(plan_of(made, 2, cuts=()))
     _train(side, lambda _: 5)
     results = compare(outcome(reference), outcome(side))
+    side.close()
+    made.compile(backend="aot_eager")
+    side.session = runtime.attach(made, optimizer, plan_of(made, 2), timeout_s=60)
+    _train(side, lambda _: 5)
+    results["says what cuts would win"] = "cuts could hide up to" in str(side.session.report())
     side.close()
     return results
 
