@@ -179,6 +179,7 @@ class CompiledModel:
     def __init__(self, model: nn.Module, argument: CompileArgument) -> None:
         self._model, self._options = model, CompileOptions.of(argument)
         self._restore: Callable[[], None] | None = None
+        self._cuts: tuple[str, ...] | None = None
 
     def around(self, wrapped: nn.Module) -> nn.Module:
         """Return what `torch.compile` makes of DDP around the model, whose graph torch cuts at DDP's buckets."""
@@ -191,7 +192,10 @@ class CompiledModel:
         Where graphs were compiled for these cuts before, they are used again.
         """
         names = tuple(default_cuts(self._model) if cuts is None else cuts)
+        if names == self._cuts:
+            return
         self.remove()
+        self._cuts = names
         self._restore = recompile(self._model, backend=self._backend(names), dynamic=self._options.dynamic)
 
     def _backend(self, cuts: tuple[str, ...] | None) -> Callable[..., Any]:
@@ -205,7 +209,7 @@ class CompiledModel:
 
     def remove(self) -> None:
         """Compile the model no more; a model that was compiled is as before."""
-        restore, self._restore = self._restore, None
+        restore, self._restore, self._cuts = self._restore, None, None
         if restore is not None:
             restore()
 
