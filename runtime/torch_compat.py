@@ -8,7 +8,7 @@ import functools
 import os
 import pkgutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -129,6 +129,100 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(
         isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
     )
+
+
+def compiled_parts(model: torch.nn.Module) -> list[str]:
+    """Return the names of the parts of a model that are compiled by themselves, not with the whole of it."""
+    from torch._dynamo import OptimizedModule
+
+    whole = {id(model), id(getattr(model, "_orig_mod", model))}
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) not in whole and (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
+    ]
+
+
+def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a backend of `torch.compile` by name, or the given one; None where there is none of that name."""
+    import torch._dynamo
+
+    try:
+        return torch._dynamo.lookup_backend(backend)
+    except Exception as error:  # of a class that differs between versions
+        if type(error).__module__.startswith("torch._dynamo"):
+            return None
+        raise
+
+
+def inductor_settings(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of inductor that a mode and options of `torch.compile` stand for."""
+    from torch import _inductor
+
+    found = _inductor.list_mode_options(mode) if mode is not None else {}
+    return {**found, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
+
+
+def is_autograd_compiled() -> bool:
+    """Return whether `torch.compile` is to compile the whole backward of its models as one graph."""
+    import torch._dynamo
+
+    return bool(torch._dynamo.config.compiled_autograd)
+
+
+def modules_of_node(graph: torch.fx.GraphModule, node: torch.fx.Node) -> set[int]:
+    """Return the ids of the modules in whose forward a node was traced; of an operator on graphs (an activation
+    checkpoint) also those of their nodes.
+    """
+    found = {int(key.partition("@")[0]) for key in node.meta.get("nn_module_stack", ()) if key[:1].isdigit()}
+    for argument in node.all_input_nodes:
+        inner = getattr(graph, str(argument.target), None) if argument.op == "get_attr" else None
+        if isinstance(inner, torch.fx.GraphModule):
+            found.update(*(modules_of_node(inner, each) for each in inner.graph.nodes))
+    return found
+
+
+def compile_split(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], region_of: Callable[[torch.fx.Node], int],
+    compiler: Callable[..., Any],
+) -> Callable[..., Any]:  # fmt: skip
+    """Compile each region of a graph by itself, as `torch.compile(DistributedDataParallel(model))` does its buckets."""
+    import torch._dynamo
+    from torch._dynamo.backends import distributed
+    from torch.fx.passes.split_module import split_module
+
+    split = split_module(graph, None, region_of)  # type: ignore[arg-type]
+    distributed.propagate_dynamo_source(graph, split)
+    distributed.propagate_metadata(graph, split)
+    fake_mode = torch._guards.detect_fake_mode(inputs) or torch._subclasses.fake_tensor.FakeTensorMode()
+    with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
+        distributed.SubmodCompiler(split, compiler, fake_mode).run(*inputs)
+    split.recompile()
+    return split
+
+
+def recompile(model: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None) -> Callable[[], None]:
+    """Compile a model, or what `torch.compile` has made of one, with another backend; return what undoes that."""
+    from torch._dynamo import OptimizedModule
+
+    if isinstance(model, OptimizedModule):
+        compiled, before = model, model.dynamo_ctx
+        made = torch.compile(model._orig_mod, backend=backend, dynamic=dynamic)
+        assert isinstance(made, OptimizedModule)
+
+        def use(context: Any) -> None:
+            compiled.dynamo_ctx = context
+            compiled._initialize()
+
+        use(made.dynamo_ctx)
+        return lambda: use(before)
+    plain, call = model, model._compiled_call_impl
+    plain.compile(backend=backend, dynamic=dynamic)
+
+    def put_back() -> None:
+        plain._compiled_call_impl = call
+
+    return put_back
 
 
 def is_updated_in_backward(tensor: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from planner.profile.step import joined
 from planner.strategies.baselines import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World, first_line
+from runtime.core.compiled import CompiledModel
 from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import CommunicationError, InputError, PlanMismatch
 from runtime.monitor.clock import make_clock
@@ -165,6 +166,7 @@ class VariantRunner(Runner[BucketVariant]):
         self._shrink = shrink
         self.trained, self._timeout_s, self._warm_up_steps = trained, timeout_s, warm_up_steps
         self.model = trained.model
+        self.compiled = None if trained.compile is None else CompiledModel(trained.model, trained.compile)
         self._device = bench.device
         self._generators = generators()
         self._missing = self.unused = False
@@ -277,12 +279,19 @@ class VariantRunner(Runner[BucketVariant]):
         """Yield the module to call in place of the model, while gradients are sent as the variant says."""
         if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
-            yield self.model
+            if self.compiled is None:
+                yield self.model
+                return
+            self.compiled.cut(())
+            try:
+                yield self.model
+            finally:
+                self.compiled.remove()
         elif variant.kind == "ddp":
             wrapped = [self._wrap(variant)]
             self.trained.no_sync = wrapped[0].no_sync
             try:
-                yield wrapped[0]
+                yield wrapped[0] if self.compiled is None else self.compiled.around(wrapped[0])
             finally:
                 wrapped.clear()
                 self.trained.no_sync = nullcontext
@@ -305,6 +314,7 @@ class VariantRunner(Runner[BucketVariant]):
         return runtime.attach(
             self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, drift=False,
             guard=False, weight=None if share is None else lambda: share,
+            compile=self.trained.compile,
         )  # fmt: skip
 
     def _wrap(self, variant: BucketVariant) -> DistributedDataParallel:

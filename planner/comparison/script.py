@@ -133,6 +133,7 @@ def compare(
     problem = None if asked.profile is None else make_problem(asked.profile)
     changed = also if isinstance(also, Sequence) else (also,)
     trained = TrainedScript(session.model, session.optimizer or session.optimizers, step, changed, metric)
+    trained.compile = session._options.compile
     if asked.learn is not None and not trained.takes_number:
         raise InputError(
             f"{trained.name}: found no parameter called number, expected step(model, number): with learn each step "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors, make_optimizer
+from runtime.core.options import CompileArgument
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
 from runtime.optimizers.kinds import Optimizers, each_of
@@ -29,6 +30,8 @@ class Trained:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.compile: CompileArgument | None = None
+        """How the model is compiled, in every variant; None: as it is."""
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of the variant whose block runs, in which gradients only accumulate."""
 
@@ -64,7 +67,7 @@ class TrainedJob(Trained):
 
     def __init__(self, built: BuiltJob) -> None:
         super().__init__(built.model)
-        self.name, self._built = built.spec, built
+        self.name, self._built, self.compile = built.spec, built, built.job.compile
         self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
 
     def optimizer(self) -> Optimizers:

@@ -125,6 +125,8 @@ def decide(request: Request) -> Plan:
     if (unused := _unused_memory_limit(request)) and request.max_memory_mib is not None:
         notes.append(f"--max-memory-mib {request.max_memory_mib:g} changes nothing: {unused}")
     plan = replace(plan, notes=(*plan.notes, *notes))
+    if request.cut is not None:
+        plan = replace(plan, notes=(*plan.notes, request.cut.note))
     if skipped and plan.certificate is not None:
         note = f"{plan.certificate.note}; {SOLVER_SKIPPED}"
         plan = replace(plan, certificate=replace(plan.certificate, note=note))

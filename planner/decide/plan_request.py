@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.decide.batch_shares import ShareChoice, choose_shares
+from planner.decide.cuts import CutChoice, choose_cuts
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import AfterPass, parse_passes, with_options
 from planner.decide.solvers import check_solver
@@ -92,7 +93,18 @@ class Request:
 
     @cached_property
     def problem(self) -> Problem:
-        """Return the profile on the cluster. Raises InputError: a document is wrong, or there is no cluster."""
+        """Return the profile on the cluster, a compiled graph with the chosen cuts. Raises InputError: a document is
+        wrong, or there is no cluster.
+        """
+        return self._uncut if self.cut is None else self.cut.problem
+
+    @cached_property
+    def cut(self) -> CutChoice | None:
+        """Return the cuts of the compiled graph; None where the profile has none to choose from."""
+        return choose_cuts(self._uncut)
+
+    @cached_property
+    def _uncut(self) -> Problem:
         machines = None if self.cluster is None else find_cluster(self.cluster)
         if self.shares is not None:
             return make_problem(self.shares.profile, self.shares.cluster, where=self.where)

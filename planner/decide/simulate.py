@@ -12,6 +12,7 @@ from planner.cost.model import communication_cost
 from planner.cost.nccl import scaled
 from planner.cost.sparse import flat_is_implied
 from planner.cost.wire import encoding
+from planner.decide.cuts import cut_problem
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.decide.strategies import accuracy_of, make_schedule
 from planner.documents.catalog import find_cluster, find_profile, name_of
@@ -128,7 +129,7 @@ def simulate(
     results = []
     where = name_of(profile if cluster is None else cluster)
     for count in counts or (None,):
-        problem = make_problem(loaded, machines, count, where=where)
+        problem = cut_problem(make_problem(loaded, machines, count, where=where))
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
             solved = solve_strategy(problem, strategy, schedule, limit) if solver == "cpsat" else None

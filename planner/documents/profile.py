@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from planner.documents.accelerators import ACCELERATORS, kind_of
+from planner.documents.compiled import CompiledProfile
 from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.nccl import Nccl
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
@@ -229,6 +230,8 @@ class ComputeProfile(Record):
     """Absent: the optimizer needs none."""
     operator: OperatorProfile | None = None
     """Absent: the optimizer has no operator without state."""
+    compiled: CompiledProfile | None = None
+    """Where the graph can be cut, if the model was compiled and that was measured."""
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
@@ -262,6 +265,8 @@ class ComputeProfile(Record):
         if self.size_bytes > MAX_MODEL_BYTES:  # each gradient may be in its range, and their sum be no model
             return f"{path}.gradients: found {self.size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
         if (wrong := self._operator_problem(path, set(names))) is not None:
+            return wrong
+        if self.compiled is not None and (wrong := self.compiled.problem_among(self.gradients, f"{path}.compiled")):
             return wrong
         layers = [layer.name for layer in self.norms.layers] if self.norms else []
         unknown = next((index for index, name in enumerate(layers) if name not in set(names)), None)

@@ -45,6 +45,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         # The order that the simulator assumes; none where no bucket has several phases.
         phase_order=tuple(sorted(order, key=lambda of: (sum(of), of[0]))) if max(phases, default=0) > 1 else None,
         predicted=_prediction(problem, schedule, timeline, tasks=True),
+        cuts=problem.cuts,
         **fields,
     )
 

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -49,6 +49,9 @@ class TrainingJob:
     """The map-style dataset that batches come from, if `planner profile` is to time loading (`runtime.datacache`)."""
     metric: Callable[[nn.Module], float] | None = None
     """(model in evaluation mode) → number, such as the accuracy on held-out data, for `planner compare --learn`."""
+    compile: str | Mapping[str, Any] | None = None
+    """How `torch.compile` is to compile the model: a backend's name, or `backend`, `mode`, `options` and `dynamic` by
+    name. `planner profile` then measures where its graph can be cut, and a plan's `cuts` are executed."""
     batch_samples: int | None = None
     """Samples of a batch; default: the first dimension of the first tensor in one."""
 

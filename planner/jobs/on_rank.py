@@ -83,7 +83,7 @@ def profile_rank(
 
     progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
     with error_context(spec), heard():
-        training = Training(built.model, step, built.optimizer)
+        training = Training(built.model, step, built.optimizer, built.job.compile)
         found = measure(training, request or Request(), name=name, progress=progress, timeout_s=timeout_s)
         if built.job.dataset is not None and found.loading is None:
             if this_rank() == 0:

@@ -26,6 +26,7 @@ from planner.testbed.hosts import Emulation, emulation_here
 from runtime.checks.optimizer import check_owners
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World, first_line
+from runtime.core.compiled import CompiledModel
 from runtime.core.members import ignored_ids
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.monitor.preserve import preserved
@@ -219,7 +220,11 @@ class Trainer:
             timeout_s: deadline of every wait for other ranks; default: 20 steps, at least 30 s.
         """
         self.built = built
-        self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan, timeout_s=timeout_s)
+        self.session = None
+        if plan is not None:
+            self.session = runtime.attach(
+                built.model, built.optimizer, plan, timeout_s=timeout_s, compile=built.job.compile
+            )
         self._model: nn.Module = built.model
         # Made after the model and released after it: if DDP is the last owner of a group, it takes it down without
         # letting other threads run, and waits for the group's thread, which may wait for that.
@@ -231,6 +236,8 @@ class Trainer:
                 self._model = DistributedDataParallel(
                     built.model, process_group=self._world.group, find_unused_parameters=unused
                 )
+            if built.job.compile is not None:
+                self._model = CompiledModel(built.model, built.job.compile).around(self._model)
         self.step_us: list[float] = []
         self.losses: list[float] = []
 

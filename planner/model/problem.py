@@ -63,6 +63,8 @@ class Problem:
     cost: CommunicationCost
     basis: ComputeBasis | None = None
     """Basis of the compute times; None where it is not needed."""
+    cuts: tuple[str, ...] | None = None
+    """Modules at which the compiled graph is cut, in the order of forward; None where no cuts were measured."""
 
     @property
     def ranks(self) -> int:

@@ -31,7 +31,7 @@ from planner.report.tables import print_plan
 from planner.search.shares import follow_shares
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World, deadlines
-from runtime.core.options import AttachOptions, ResidualUnit
+from runtime.core.options import AttachOptions, CompileArgument, ResidualUnit
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.plan import Accuracy, Plan, load_plan
 from runtime.plan.files import write_text
@@ -209,6 +209,7 @@ def attach(
     mesh: DeviceMesh | None = None,
     weight: Callable[[], float] | None = None,
     residual_unit: ResidualUnit = "gradient",
+    compile: CompileArgument | None = None,
 ) -> PlannedSession:
     """Make `backward()` of a plain model exchange its gradients by a plan, which is given or found in the run.
 
@@ -248,6 +249,10 @@ def attach(
         weight: returns the number of samples or tokens of this rank in the next backward, in place of
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
         residual_unit: what lossy buckets hold back: gradients, or `"update"`, gradients times their learning rate.
+        compile: compile the model, or compile again what `torch.compile` has made of it, in regions that end where the
+            plan's `cuts` are: a backend of `torch.compile` by name (`"inductor"`), or a mapping of its arguments
+            `backend`, `mode`, `options` and `dynamic`. Gradients then come region by region. A plan without `cuts` has
+            regions of DDP's sizes. Default: the model stays as it is.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns. `session.explain()` reports what
@@ -267,7 +272,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, residual_unit=residual_unit,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, residual_unit=residual_unit, compile=compile,
     )  # fmt: skip
     if plan is not None:
         loaded = plan

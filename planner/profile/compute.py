@@ -26,7 +26,7 @@ from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming, Communicator, Payload, nothing
-from runtime.core.options import AttachOptions
+from runtime.core.options import AttachOptions, CompileArgument
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
@@ -69,6 +69,8 @@ class Training:
     model: nn.Module
     step: Step
     optimizer: Optimizers | None = None
+    compile: CompileArgument | None = None
+    """How the model is compiled; None: as it is."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -233,6 +235,19 @@ def measure_compute(training: Training, bench: Bench, phases: Phases) -> list[Ra
     finally:
         runner.close()
     return min(found, key=spread_of)
+
+
+def measure_again(training: Training, bench: Bench) -> list[RankTimes]:
+    """Return every rank's times of a few steps, after a warm-up: of a form of the model to compare with another."""
+    runner = StepRunner(training, bench, _make_communicator(bench, training))
+    try:
+        for _ in range(WARM_UP_STEPS):
+            runner.run()
+        marks = [runner.run() for _ in range(2 * MIN_REPEATS)]
+        mine = rank_times(marks, runner.session.plan.gradients, runner.clock)
+        return bench.world.gather(mine, "comparing times of another form of the step")
+    finally:
+        runner.close()
 
 
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:

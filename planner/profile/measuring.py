@@ -21,6 +21,7 @@ from planner.documents.text import pluralize
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
 from planner.profile.bench import Bench
+from planner.profile.compiled import Regions, with_costs
 from planner.profile.compute import Training, combine, measure_compute
 from planner.profile.contention import affordable_sizes, contention_of, measure_contention
 from planner.profile.delay import measure_delay
@@ -87,8 +88,10 @@ class Measuring:
         if not self._wanted.phases:
             self._phases.say(f"all that {request.accuracy} plans need is known already")
 
-    def step(self, name: str, described: ProfileWorld) -> Profile:
-        """Measure the step, without its layers; `name` and `described` are the model's and the world's."""
+    def step(self, name: str, described: ProfileWorld, regions: Regions | None = None) -> Profile:
+        """Measure the step, without its layers; `name` and `described` are the model's and the world's, `regions` those
+        of a compiled model.
+        """
         training, bench, phases, world = self._training, self._bench, self._phases, self._bench.world
         phases.say(
             f"{name} on {pluralize(world.ranks, 'rank')}, for {self._request.accuracy} plans: the first steps, at most "
@@ -96,6 +99,8 @@ class Measuring:
             f"{self._request.budget_s:.0f} s"
         )
         compute = combine(measure_compute(training, bench, phases), training.parameters)
+        if regions is not None:
+            compute = with_costs(compute, training, bench, phases, regions)
         if self._wanted.norms:
             phases.begin(NORMS, world)
             compute = replace(compute, norms=measure_norms(training, bench, compute))

@@ -15,6 +15,7 @@ from torch import nn
 
 from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
 from planner.profile.bench import Bench, Progress
+from planner.profile.compiled import regions_of
 from planner.profile.compute import Training
 from planner.profile.measuring import Measuring, count_nodes, now
 from planner.profile.request import BUDGET_S, Request, heard
@@ -23,6 +24,8 @@ from runtime.checks.optimizer import check_steps
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World, bounded_timeout_s
+from runtime.core.compiled import check_compile
+from runtime.core.options import CompileArgument
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
 from runtime.optimizers.kinds import Optimizers, each_of
@@ -49,6 +52,7 @@ def profile_step(
     add_to: Profile | str | Path | None = None,
     budget_s: float = BUDGET_S,
     timeout_s: float | None = None,
+    compile: CompileArgument | None = None,
 ) -> Profile:
     """Measure a step of a script that is already running, and the links between its ranks.
 
@@ -67,6 +71,7 @@ def profile_step(
         budget_s: seconds that it may take beyond its first steps, which are at most ten if steps are long.
         timeout_s: deadline of every wait for other ranks. Default: 300 s until the step has been measured and while it
             is traced; 20 steps, at least 30 s, while collectives are timed (see `deadline_s`).
+        compile: as for `planner.attach`: the model is compiled, and what cuts of its graph cost is measured.
 
     Returns:
         The profile, the same on every rank. Parameters, buffers, `.grad`, optimizer and generators are left as found.
@@ -79,7 +84,7 @@ def profile_step(
     check_steps(optimizer, "pass the model's optimizer")
     base = load_profile(add_to) if isinstance(add_to, str | Path) else add_to
     request = Request(accuracy=accuracy, add_to=base, budget_s=budget_s)
-    return measure(Training(model, lambda _: step(), optimizer), request, process_group, timeout_s=timeout_s)
+    return measure(Training(model, lambda _: step(), optimizer, compile), request, process_group, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -119,7 +124,7 @@ def measure(
     model = training.model
     with joined(process_group, timeout_s) as world, heard():
         # Every rank comes to the same verdict, so that none waits for one that has given up.
-        everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
+        everyone: list[tuple[str | None, str]] = world.gather(_problem(training), "comparing models")
         refuse_alike([problem for problem, _ in everyone])
         check_same_model([print_ for _, print_ in everyone])
         device, emulation = training.device, emulation_here()
@@ -141,8 +146,8 @@ def measure(
         wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
         refuse_alike(world.gather(wrong, "comparing profiles"))
         measuring = Measuring(training, Bench(world, device, progress or Progress()), nodes, request)
-        with preserved(model, each_of(training.optimizer)):
-            found = request.add_to or measuring.step(name or type(model).__name__, described)
+        with preserved(model, each_of(training.optimizer)), regions_of(training) as regions:
+            found = request.add_to or measuring.step(name or type(model).__name__, described, regions)
             with _with_measured_timeout(world, found.compute, process_group, timeout_s) as hurried:
                 measuring.links(hurried, found.compute)
                 # With the long deadline: tracing a model may take long. And before what can be shortened.
@@ -225,13 +230,14 @@ def check_same_model(fingerprints: Sequence[str]) -> None:
         )
 
 
-def _problem(model: nn.Module) -> tuple[str | None, str]:
+def _problem(training: Training) -> tuple[str | None, str]:
     """Return (why this model cannot be measured, its fingerprint)."""
+    model = training.model
     wrapper = is_wrapped(model)
     if wrapper is not None:
         return f"the model is wrapped in {wrapper}, expected a plain one; profile the inner module (model.module)", ""
     try:
-        if (problem := check_model(model)) is not None:
+        if (problem := check_model(model) or check_compile(model, training.compile)) is not None:
             return problem, ""
         found = model_fingerprint(model)
     except InputError as error:

@@ -22,6 +22,7 @@ from runtime.checks.plan import (
     trainable_parameters,
 )
 from runtime.comm.world import World
+from runtime.core.compiled import check_compile, check_cuts
 from runtime.core.members import exchanged_parameters, named_buffers, named_parameters
 from runtime.core.options import AttachOptions
 from runtime.errors import InputError
@@ -91,6 +92,9 @@ def check_attach(
                 yield asked_modes(plan)[0].weight_reason
         if options.broadcast_buffers and world.ranks > 1:
             yield check_buffers(model)
+        yield check_compile(model, options.compile)
+        if plan is not None:
+            yield check_cuts(model, plan.cuts)
         if plan is not None:
             yield asked_modes(plan)[0].attach_reason
         yield facts.problem

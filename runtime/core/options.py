@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+CompileArgument = str | Mapping[str, Any]
+"""Backend of `torch.compile` by name, or some of its keyword arguments."""
 
 ResidualUnit = Literal["gradient", "update"]
 
@@ -31,5 +33,6 @@ class AttachOptions:
     residual_unit: ResidualUnit = "gradient"
     learning_rate: Callable[[], float] | None = None
     """Learning rate of the next update, in any unit, if residuals are in units of updates."""
+    compile: CompileArgument | None = None
     communicate: bool = True
     """Whether gradients are exchanged; with False everything else happens."""

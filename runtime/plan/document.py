@@ -345,6 +345,9 @@ class Plan(Document):
     """Loss against DDP's on a job, where it was measured; no part of the digest."""
     shares: dict[RankNumber, PositiveCount] | None = None
     """Samples of each rank in a step, by rank; absent: ranks have equal shares, or the script decides."""
+    cuts: Annotated[tuple[Name, ...], Field(max_length=MAX_BUCKETS)] | None = None
+    """Modules at which a graph of `torch.compile` is cut, by path, in the order of forward: a region begins at each.
+    Executed with `attach(compile=...)`; absent: not decided."""
     notes: tuple[str, ...] = field(default=())
     """Notes of the planner for readers."""
 
@@ -418,7 +421,14 @@ class Plan(Document):
         Args:
             path: JSON path of the plan, which the message begins with.
         """
-        checks = (interface_problem, gathers_problem, _buckets_problem, _from_step_problem, _shares_problem)
+        checks = (
+            interface_problem,
+            gathers_problem,
+            _buckets_problem,
+            _from_step_problem,
+            _shares_problem,
+            _cuts_problem,
+        )
         problem = next(filter(None, (check(self, path) for check in checks)), None)
         if problem is None and self.outer is not None:
             problem = self.outer.problem_in(self.buckets, path)
@@ -525,6 +535,17 @@ def _shares_problem(plan: Plan, path: str) -> str | None:
         f"{path}.shares: found shares of {len(plan.shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
         f"order: plan again with --global-batch, or take them out"
     )
+
+
+def _cuts_problem(plan: Plan, path: str) -> str | None:
+    """Return which cut is there twice, or that a plan that no compiled graph follows has some."""
+    for position, name in enumerate(plan.cuts or ()):
+        if name in (plan.cuts or ())[:position]:
+            return f"{path}.cuts[{position}]: found {name!r} again, expected each module once: take one out"
+    if not plan.cuts or (plan.fsdp2 is None and plan.local_async is None):
+        return None
+    what = "fsdp2" if plan.fsdp2 is not None else "local_async"
+    return f"{path}.cuts: found them with {what}, which compiles no graph; expected none: take them out"
 
 
 def _from_step_problem(plan: Plan, path: str) -> str | None:

@@ -19,7 +19,7 @@ from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.core.members import exchanged_buffers, exchanged_parameters
-from runtime.core.options import AttachOptions, ResidualUnit
+from runtime.core.options import AttachOptions, CompileArgument, ResidualUnit
 from runtime.errors import InputError, PlanMismatch
 from runtime.monitor.drift import warn_of_torch
 from runtime.optimizers.kinds import inner_optimizers
@@ -52,6 +52,7 @@ def attach(
     mesh: DeviceMesh | None = None,
     weight: Callable[[], float] | None = None,
     residual_unit: ResidualUnit = "gradient",
+    compile: CompileArgument | None = None,
 ) -> Session:
     """Make `backward()` of a plain model exchange its gradients as the plan says.
 
@@ -87,6 +88,10 @@ def attach(
             `session.weight(n)` before each; default: all ranks count alike, unless the script calls that.
         residual_unit: what lossy buckets hold back, `"gradient"`; or `"update"`, gradients times their learning rate,
             as in Algorithm 1 of LAGS-SGD. Both are the same for a constant rate.
+        compile: compile the model, or compile again what `torch.compile` has made of it, in regions that end where the
+            plan's `cuts` are: a backend of `torch.compile` by name (`"inductor"`), or a mapping of its arguments
+            `backend`, `mode`, `options` and `dynamic`. Gradients then come region by region. A plan without `cuts` has
+            regions of DDP's sizes. Default: the model stays as it is.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
@@ -100,7 +105,7 @@ def attach(
     """
     options = AttachOptions(
         process_group=process_group, sync=sync, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=drift,
-        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, residual_unit=residual_unit,
+        loss_scale=loss_scale, guard=guard, mesh=mesh, weight=weight, residual_unit=residual_unit, compile=compile,
     )  # fmt: skip
     return attach_as(Session, model, optimizer, plan, options)
 

@@ -139,6 +139,8 @@ class Report:
     messages: tuple[MessageArrival, ...] = ()
     """All ranks at each message, as they compared last."""
     interfaces: tuple[str, ...] = ()
+    compiled: str | None = None
+    """Regions of the compiled model, or what cuts of its graph would win; None: it is not compiled."""
     accuracy: str | None = None
     """The cost of the plan in accuracy, as text; None for an exact plan."""
     cause: str | None = None
@@ -274,7 +276,7 @@ class Report:
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
-        parts = (self.norms, self.operators, self.step, self.accuracy)
+        parts = (self.norms, self.operators, self.step, self.accuracy, self.compiled)
         lines += [f"  {part}" for part in parts if part is not None]
         if self.script_us > 0.0:
             lines.append(

@@ -28,6 +28,7 @@ from runtime.comm.world import Grid, RankInfo, World, agree, check_still_alone, 
 from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
+from runtime.core.compiled import CompiledModel, check_cuts, report_regions
 from runtime.core.exchange import Exchange
 from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
@@ -160,6 +161,7 @@ class Session:
         self._device = next(iter(self._parameters.values())).device
         self._weights = Weights(world, options.weight)
         self._shares = Shares(plan.shares, self._weights, world.rank)
+        self._compiled = None if options.compile is None else CompiledModel(model, options.compile)
         leave_uncompiled()
         if self._device.type == "cpu":
             torch.empty(FREED_BYTES, dtype=torch.uint8)
@@ -204,6 +206,9 @@ class Session:
             self._handles.append(hook_before_forward(model, ModuleHook(lambda *_: check_still_alone())))
         self._monitor.begin(self._mode, self._exchange)
         self._mode.begin(self._exchange)
+        if self._compiled is not None:
+            self._compiled.cut(plan.cuts)
+            self._handles.append(self._compiled)
         attached.add(model)
 
     @property
@@ -300,6 +305,8 @@ class Session:
         self._operators.follow(mode.plan)
         self._shares.plan_changed(mode.plan.shares)
         self._put(exchange)
+        if self._compiled is not None:
+            self._compiled.cut(mode.plan.cuts)
         mode.begin(exchange)
 
     def _put(self, exchange: Exchange) -> None:
@@ -567,6 +574,7 @@ class Session:
                 check_plan(self._parameters, loaded, self._world.ranks)
                 or check_optimizer(loaded, self._given, self._parameters)
                 or check_switch(loaded, at_step, self.step)
+                or check_cuts(self.model, loaded.cuts)
                 or check_backend(loaded, self._world, self._device)
                 or (asked_modes(loaded)[0].weight_reason if self._weights.wanted else None)
                 or (asked_modes(loaded)[0].residual_reason if self._options.learning_rate is not None else None)
@@ -593,7 +601,12 @@ class Session:
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         found = self._monitor.arrivals
-        shared: dict[str, Any] = {"norms": self._norms.report(), "operators": self._operators.report()}
+        compiled = report_regions(self.model, self._options.compile, plan.cuts, report.wait_us)
+        shared: dict[str, Any] = {
+            "compiled": compiled,
+            "norms": self._norms.report(),
+            "operators": self._operators.report(),
+        }
         return replace(report, step=mode.report(), arrivals=found.rows, messages=found.messages, **shared)
 
     def metrics(self) -> dict[str, float]:

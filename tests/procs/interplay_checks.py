@@ -13,6 +13,7 @@ from interplay_buffers_checks import BUFFER_CHECKS
 from interplay_changes_checks import CHANGE_CHECKS
 from interplay_compile_checks import COMPILE_CHECKS
 from interplay_copies_checks import COPY_CHECKS
+from interplay_cut_checks import CUT_CHECKS
 from interplay_gradients_checks import GRADIENT_CHECKS
 from interplay_harness import guarded
 from interplay_hooks_checks import HOOK_CHECKS
@@ -42,7 +43,9 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"changed-{name}": check for name, check in CHANGE_CHECKS.items()},
     **{f"refused-{name}": check for name, check in REFUSAL_CHECKS.items()},
 }
-COMPILED = {f"compile-{name}": check for name, check in COMPILE_CHECKS.items()}
+COMPILED = {f"compile-{name}": check for name, check in COMPILE_CHECKS.items()} | {
+    f"cut-{name}": check for name, check in CUT_CHECKS.items()
+}
 WITH_TWO = [*CHECKS, *COMPILED]
 ONLY_TWO = (
     "own-",
@@ -58,7 +61,7 @@ ONLY_TWO = (
 )
 """Where a third rank adds nothing: what they are about happens on each rank alone."""
 WITH_THREE = [name for name in CHECKS if not name.startswith(ONLY_TWO)]
-LONG = set(COMPILED) - {"compile-before", "compile-in place", "compile-whole step"}
+LONG = set(COMPILED) - {"compile-before", "compile-in place", "compile-whole step", "cut-regions"}
 """With two ranks: seconds of compiling each."""
 LONG_WITH_THREE = set(WITH_THREE) - set(WITH_THREE[::8])
 """With two ranks they are there already."""

@@ -1,0 +1,65 @@
+"""A compiled model in a profile: where its graph can be cut, and what each cut costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field
+
+from runtime.plan.strict_json import Name, PositiveCount, Record, TimeUs, repeated_item
+
+if TYPE_CHECKING:
+    from planner.documents.profile import Gradient
+
+MAX_CUTS = 128
+"""More blocks than models have; the search takes seconds for so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut(Record):
+    """A module at which the graph can be cut: a region begins with it."""
+
+    module: Name
+    """Path of the module."""
+    after: PositiveCount
+    """Number of gradients, the first ones in the profile, that belong to this module and those behind it."""
+    forward_us: TimeUs = 0.0
+    """Time that the cut adds to forward: another launch, lost fusion, activations that are stored between."""
+    backward_us: TimeUs = 0.0
+    """The same of backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProfile(Record):
+    """How a model was compiled. The times of the profile's gradients are those of regions between all of its cuts,
+    less what the cuts cost."""
+
+    backend: Name
+    cuts: Annotated[tuple[Cut, ...], Field(max_length=MAX_CUTS)]
+    """In the order in which backward comes to them: `after` rises."""
+    whole_us: TimeUs | None = None
+    """Forward and backward of one graph, as measured."""
+    compile_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """Seconds of compiling that the measurement took."""
+
+    def problem_among(self, gradients: Sequence[Gradient], path: str) -> str | None:
+        """Return what is wrong with the places of cuts among the profile's gradients."""
+        for index, (before, cut) in enumerate(pairwise((0, *(cut.after for cut in self.cuts)))):
+            if not before < cut < len(gradients):
+                return (
+                    f"{path}.cuts[{index}].after: found {cut}, expected more than {before} and fewer than all "
+                    f"{len(gradients)} gradients: correct it"
+                )
+        if (twice := repeated_item([cut.module] for cut in self.cuts)) is not None:
+            return f"{path}.cuts[{twice[0]}].module: found {twice[2]!r} again, expected each once: take one out"
+        return None
+
+    def chosen(self, modules: Collection[str]) -> Self:
+        """Return it with some of the cuts alone."""
+        return type(self)(
+            backend=self.backend, whole_us=self.whole_us, compile_s=self.compile_s,
+            cuts=tuple(cut for cut in self.cuts if cut.module in modules),
+        )  # fmt: skip

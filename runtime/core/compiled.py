@@ -1,0 +1,249 @@
+"""A model that `torch.compile` compiles in regions: one graph, cut where a plan says.
+
+Autograd gives the parameters of a compiled graph their gradients when its whole backward has ended. With a graph for
+each region gradients come region by region, and their buckets are sent while backward continues. The graph is split as
+`torch.compile(DistributedDataParallel(model))` splits it, at other places.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from runtime.core.options import CompileArgument
+from runtime.errors import InputError
+from runtime.plan.names import canonical_name
+from runtime.torch_compat import (
+    compile_split,
+    compiled_parts,
+    find_backend,
+    inductor_settings,
+    is_autograd_compiled,
+    is_compiled,
+    modules_of_node,
+    recompile,
+)
+
+INDUCTOR = "inductor"
+FIRST_BYTES, LATER_BYTES = 1 << 20, 25 << 20
+"""Limits of DistributedDataParallel's buckets, at which it cuts graphs: of the first one in backward, and of others."""
+HINT = 'pass compile="inductor", or keyword arguments of torch.compile'
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """The arguments of `torch.compile` that a model is compiled with."""
+
+    backend: str | Callable[..., Any] = INDUCTOR
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+    dynamic: bool | None = None
+
+    @classmethod
+    def of(cls, argument: CompileArgument) -> Self:
+        """Return the options that `attach` was given. Raises InputError where they are none."""
+        given = {"backend": argument} if isinstance(argument, str) else argument
+        if not isinstance(given, Mapping):
+            raise InputError(f"compile: found {argument!r}, expected a backend's name or a mapping; {HINT}")
+        unknown = next((name for name in given if name not in cls.__dataclass_fields__), None)
+        if unknown is not None:
+            raise InputError(
+                f"compile: found {unknown!r}, expected some of {', '.join(cls.__dataclass_fields__)}; leave it out"
+            )
+        made = cls(**given)
+        if made.backend != INDUCTOR and (made.mode is not None or made.options is not None):
+            raise InputError(
+                f"compile: found mode or options with the backend {made.backend!r}, expected them with inductor alone"
+            )
+        if made.settings.get("triton.cudagraphs"):
+            raise InputError(
+                f"compile: found CUDA graphs (mode {made.mode!r}), whose gradients lie in memory that the next replay "
+                f"overwrites; expected a mode without: leave it out, or take max-autotune-no-cudagraphs"
+            )
+        made.compiler()
+        return made
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return inductor's settings by mode and options."""
+        return inductor_settings(self.mode, self.options) if self.backend == INDUCTOR else {}
+
+    def compiler(self) -> Callable[..., Any]:
+        """Return the function that compiles a graph. Raises InputError where no backend has that name."""
+        found = find_backend(self.backend)
+        if found is None:
+            raise InputError(f"compile: found the backend {self.backend!r}, expected one that torch.compile knows")
+        settings = self.settings
+        return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
+
+
+def check_compile(model: nn.Module, argument: CompileArgument | None) -> str | None:
+    """Return why a model cannot be compiled with what `attach` was given; None if it can, or is not to be."""
+    if argument is None:
+        return None
+    CompileOptions.of(argument)
+    if parts := compiled_parts(model):
+        return (
+            f"compile: found {parts[0]!r} compiled already, expected a model of which no part is; take compile() of "
+            f"its parts out, or leave compile= out, and gradients come with the graphs that there are"
+        )
+    if is_autograd_compiled():
+        return (
+            "compile: found compiled autograd, one graph of the whole backward that no cut divides; expected "
+            "torch._dynamo.config.compiled_autograd = False, as by default: set it, or leave compile= out"
+        )
+    return None
+
+
+def check_cuts(model: nn.Module, cuts: Sequence[str] | None) -> str | None:
+    """Return which of a plan's cuts is no module of the model; None if all are."""
+    known = modules_by_name(model)
+    for position, name in enumerate(cuts or ()):
+        if name not in known:
+            return (
+                f"the plan's cuts[{position}]: found {name!r}, which is no module of the model; expected a path as "
+                f"model.named_modules() has it: profile this model again, or take it out"
+            )
+    return None
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by canonical name."""
+    return {canonical_name(name): module for name, module in model.named_modules()}
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the modules at which graphs may be cut: the children of lists and sequences of modules, outside of each
+    other, in the order in which they are registered, which is usually that of forward.
+    """
+    found: list[str] = []
+    modules = modules_by_name(model)
+    for name, module in modules.items():
+        inside = any(f"{name}.".startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+            named = (f"{name}.{child}" if name else child for child, _ in module.named_children())
+            found += [block for block in named if any(True for _ in modules[block].parameters())]
+    return found
+
+
+def default_cuts(model: nn.Module) -> tuple[str, ...]:
+    """Return cuts by the rule of DistributedDataParallel: from the back a region ends at the block with which its
+    gradients reach the limit.
+    """
+    blocks, modules = blocks_of(model), modules_by_name(model)
+    names = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    starts = [min(names[id(p)] for p in modules[block].parameters()) for block in blocks]
+    sizes = [p.numel() * p.element_size() if p.requires_grad else 0 for p in model.parameters()]
+    cuts: list[str] = []
+    size, end = 0, len(sizes)
+    for block, start in sorted(zip(blocks, starts, strict=True), key=lambda of: -of[1]):
+        size, end = size + sum(sizes[start:end]), min(start, end)
+        if size >= (LATER_BYTES if cuts else FIRST_BYTES) and any(sizes[:start]):
+            cuts.append(block)
+            size = 0
+    return tuple(reversed(cuts))
+
+
+def report_regions(
+    model: nn.Module, argument: CompileArgument | None, cuts: Sequence[str] | None, wait_us: float
+) -> str | None:
+    """Return in how many regions a model is compiled, or what cuts would win; None where it is not compiled.
+
+    Args:
+        model: as attached.
+        argument: `compile` of `attach`.
+        cuts: the plan's.
+        wait_us: time of a step in which it waits for messages.
+    """
+    if argument is not None:
+        regions = 1 + len(default_cuts(model) if cuts is None else cuts)
+        return f"compiled by {CompileOptions.of(argument).backend} in {regions} region{'s' * (regions > 1)}"
+    if cuts:
+        return f"the plan has {len(cuts)} cuts of the compiled graph, which are not executed: attach with compile="
+    if not is_compiled(model) or compiled_parts(model):
+        return None
+    return (
+        f"one compiled graph, whose gradients come at once: cuts could hide up to {wait_us / 1e3:.2f} ms of waiting; "
+        f'attach with compile="inductor" to make them'
+    )
+
+
+class CompiledModel:
+    """Compiles a model, or what `torch.compile` has made of one, in regions, until `remove`."""
+
+    def __init__(self, model: nn.Module, argument: CompileArgument) -> None:
+        self._model, self._options = model, CompileOptions.of(argument)
+        self._restore: Callable[[], None] | None = None
+        self._cuts: tuple[str, ...] | None = None
+
+    def around(self, wrapped: nn.Module) -> nn.Module:
+        """Return what `torch.compile` makes of DDP around the model, whose graph torch cuts at DDP's buckets."""
+        backend = self._backend(None)
+        return cast(nn.Module, torch.compile(wrapped, backend=backend, dynamic=self._options.dynamic))
+
+    def cut(self, cuts: Sequence[str] | None) -> None:
+        """Compile the model anew, from its next forward on, with a region that begins at each of these modules.
+
+        Where graphs were compiled for these cuts before, they are used again.
+        """
+        names = tuple(default_cuts(self._model) if cuts is None else cuts)
+        if names == self._cuts:
+            return
+        self.remove()
+        self._cuts = names
+        self._restore = recompile(self._model, backend=self._backend(names), dynamic=self._options.dynamic)
+
+    def _backend(self, cuts: tuple[str, ...] | None) -> Callable[..., Any]:
+        """Return the backend of these cuts; None: that of DDP's own."""
+        # By these torch looks compiled graphs up: one for each form of a model, in all sessions that it has.
+        known = _backends.setdefault(self._model, {})
+        if (form := (repr(self._options), cuts)) not in known:
+            modules = modules_by_name(self._model)
+            known[form] = CutBackend([modules[name] for name in cuts or ()], self._options.compiler())
+        return known[form]
+
+    def remove(self) -> None:
+        """Compile the model no more; a model that was compiled is as before."""
+        restore, self._restore, self._cuts = self._restore, None, None
+        if restore is not None:
+            restore()
+
+
+_backends: weakref.WeakKeyDictionary[nn.Module, dict[Any, CutBackend]] = weakref.WeakKeyDictionary()
+
+
+class CutBackend:
+    """Backend of `torch.compile` that splits each graph before the first operations of some modules.
+
+    What a graph break of the model's own has divided already is split further. A module that a graph calls several
+    times begins a region once.
+    """
+
+    def __init__(self, cuts: Sequence[nn.Module], compiler: Callable[..., Any]) -> None:
+        self._cuts = frozenset(map(id, cuts))
+        self._compiler = compiler
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        regions = self.regions(graph)
+        if max(regions.values(), default=0) == 0:
+            compiled: Callable[..., Any] = self._compiler(graph, inputs)
+            return compiled
+        return compile_split(graph, inputs, regions.__getitem__, self._compiler)
+
+    def regions(self, graph: torch.fx.GraphModule) -> dict[torch.fx.Node, int]:
+        """Return the region of each node, numbered in the order of forward."""
+        region, begun, computed = 0, set[int](), False
+        regions: dict[torch.fx.Node, int] = {}
+        for node in graph.graph.nodes:
+            if node.op not in ("placeholder", "output", "get_attr"):
+                new = (self._cuts & modules_of_node(graph, node)) - begun
+                begun |= new
+                region += bool(new) and computed  # nothing precedes the first operation
+                computed = True
+            regions[node] = region
+        return regions

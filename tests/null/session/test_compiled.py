@@ -1,0 +1,35 @@
+"""Blocks, default cuts and places of cuts, without ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from planner.documents.profile import Gradient
+from planner.profile.compiled import find_cuts
+from runtime.core.compiled import blocks_of, default_cuts
+
+
+def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() -> None:
+    model = nn.ModuleDict({
+        "stem": nn.Linear(2, 2),
+        "blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)),
+        "head": nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
+    })  # fmt: skip
+    assert blocks_of(model) == ["blocks.0", "blocks.1", "head.1"]
+    assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_default_cuts_follow_the_bucket_sizes_of_ddp() -> None:
+    model = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(8)))  # 8.6 MiB each
+    assert default_cuts(model) == ("1", "4", "7")
+    assert default_cuts(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == ()
+
+
+def test_a_cut_is_where_the_region_before_it_in_forward_was_computed() -> None:
+    times = {"head": 5.0, "b1.w": 900.0, "b1.b": 1.0, "norm": 700.0, "b0.b": 2.0, "b0.w": 3.0, "embed": 400.0}
+    gradients = [
+        Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=time) for name, time in times.items()
+    ]
+    found = find_cuts(gradients, {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})
+    assert [(cut.module, cut.after) for cut in found] == [("b1", 3), ("b0", 6)]
+    assert [cut.module for cut in find_cuts(gradients[:-1], {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})] == ["b1"]
