@@ -74,7 +74,7 @@ class DcAsgd:
 def local_update(update: LocalUpdate | None) -> Iterator[None]:
     """Replace GLU in runs inside; None: leave it."""
     before = local_weights.glu
-    local_weights.glu = update or before
+    local_weights.glu = update or before  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -108,6 +108,6 @@ def train_asgd(task: Task, seed: int, workers: int) -> nn.Module:
             for mine, own in zip(server.parameters(), model.parameters(), strict=True):
                 own.copy_(mine)
     # Statistics of norms are the first worker's, as delayed ranks keep their own.
-    for mine, own in zip(server.buffers(), models[0].buffers(), strict=True):
-        mine.copy_(own)
+    for buffer, first in zip(server.buffers(), models[0].buffers(), strict=True):
+        buffer.copy_(first)
     return server

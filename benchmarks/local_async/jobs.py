@@ -12,6 +12,7 @@ from torch.nn import functional
 from examples.digits import ResNet20, digits, loss
 from planner import TrainingJob
 from planner.jobs.lr_schedule import LrSchedule
+from planner.jobs.training import make_scheduler
 from runtime.local_async import LocalJob
 
 RANKS = 2
@@ -101,7 +102,7 @@ def learner(name: str, seed: int, steps: int, ranks: int = RANKS, rates: LrSched
         loss=loss,
         batch=partial(batch, seed=seed, ranks=ranks),
         optimizer=partial(_optimizer, RATES[name]),
-        schedule=partial(rates.of, steps=steps),
+        schedule=partial(make_scheduler, rates, steps),
     )
 
 

@@ -161,7 +161,7 @@ def lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         groups.setdefault((record["model"], record["ranks"], record["way"]), []).append(record)
 
     def median(found: Sequence[dict[str, Any]], name: str) -> float:
-        return statistics.median(record[name] for record in found)
+        return float(statistics.median(record[name] for record in found))
 
     for (model, ranks, way), found in groups.items():
         values, rate = [record["accuracy"] for record in found], median(found, "samples_per_s")

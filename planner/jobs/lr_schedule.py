@@ -1,4 +1,4 @@
-"""Learning-rate recipe of a run: scaling by the batch of all ranks, warm-up, decay. Torch-free until it is applied.
+"""Learning-rate recipe of a run: scaling by the batch of all ranks, warm-up, decay. Torch-free.
 
 After "Scaling the Wild: Decentralizing Hogwild!-style Shared-memory SGD" (Chatterjee, Kungurtsev, Alistarh, 2022): the
 job's rate is that of one batch; a run of Q ranks with minibatches of B begins with it and reaches B·Q / batch times as
@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from runtime.errors import InputError
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
 BLOCKS_FACTOR = 1.25
 """Factor of the rate where updaters alternate between blocks and the model (LPP-SGD)."""
@@ -75,12 +70,6 @@ class LrSchedule:
             return self.peak
         done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
         return self.peak * (1.0 + math.cos(math.pi * min(1.0, done))) / 2.0
-
-    def of(self, optimizer: Optimizer, steps: int) -> LRScheduler:
-        """Return a scheduler of an optimizer for a run of `steps`; it is stepped once after each step."""
-        from torch.optim.lr_scheduler import LambdaLR
-
-        return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 
 
 CONSTANT = LrSchedule()

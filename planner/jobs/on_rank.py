@@ -21,6 +21,7 @@ from planner.jobs.training import (
     build,
     error_context,
     make_optimizer,
+    make_scheduler,
     this_rank,
     weights_sha256,
 )
@@ -170,7 +171,7 @@ def local_job(
 
     schedule = None
     if lr_schedule != CONSTANT:
-        schedule = partial(scaled_by(lr_schedule, built, ranks, blocks=blocks).of, steps=steps)
+        schedule = partial(make_scheduler, scaled_by(lr_schedule, built, ranks, blocks=blocks), steps)
     return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=make, schedule=schedule)
 
 
@@ -223,7 +224,7 @@ def train_rank(
     schedules = []
     if lr_schedule != CONSTANT:
         scaled = scaled_by(lr_schedule, built, dist.get_world_size() if dist.is_initialized() else 1)
-        schedules = [scaled.of(one, steps) for one in each_of(built.optimizer)]
+        schedules = [make_scheduler(scaled, steps, one) for one in each_of(built.optimizer)]
     trainer = Trainer(built, plan, timeout_s)
     for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
         trainer.step(built.batch(step))

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import runtime
 from planner.frontend.call import map_leaves
 from planner.jobs.job import TrainingJob, described, load_job
+from planner.jobs.lr_schedule import LrSchedule
 from planner.profile.bench import synchronize
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s
 from planner.testbed.hosts import Emulation, emulation_here
@@ -150,6 +152,11 @@ def build(spec: str, device: str, seed: int = SEED) -> BuiltJob:
         raise InputError(f"{spec}: {lazy[0]} has no shape yet; expected a model whose lazy modules have seen a batch")
     job.model.to(target)
     return BuiltJob(spec=spec, job=job, optimizer=make_optimizer(job, spec), device=target)
+
+
+def make_scheduler(lr_schedule: LrSchedule, steps: int, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Return a scheduler of an optimizer for a run of `steps`; it is stepped once after each step."""
+    return LambdaLR(optimizer, lambda step: lr_schedule.factor(step, steps))
 
 
 def make_optimizer(job: TrainingJob, spec: str) -> Optimizers:

@@ -22,7 +22,7 @@ class Races:
     additions: int
     """Additions to single elements, counted exactly: by updates of this rank and by its averagings."""
     lost: int
-    """Of these, the number that the sum of the probe lacks."""
+    """Number of these additions that the sum of the probe lacks."""
     worst: float
     """Largest share of its additions that one element has lost."""
 
