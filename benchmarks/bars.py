@@ -17,7 +17,7 @@ from runtime.plan.transports import HITOPK, NAIVE_ALL_GATHER
 Bars = Sequence[tuple[str, Mapping[str, float]]]
 """(name, milliseconds by part) of each bar, from the top."""
 
-BAR_PX, GAP_PX, LETTER_PX, SCALE_PX, WIDTH_PX = 46, 16, 10.5, 640, 900
+BAR_PX, GAP_PX, LEFT_PX, LETTER_PX, SCALE_PX, WIDTH_PX = 46, 16, 130.0, 10.5, 640, 900
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 COMPUTATION, SELECTION, WAITING = "computation", "selecting elements", "waiting for gradients"
 
@@ -36,8 +36,8 @@ def stacked_bars(title: str, bars: Bars) -> str:
     """Return the bars with the sum of each behind it, as SVG."""
     used = dict.fromkeys(part for _, parts in bars for part, part_ms in parts.items() if part_ms > 0.0)
     colors = dict(zip(used, COLORS, strict=False))
-    left = max(130.0, 40.0 + LETTER_PX * max(len(name) for name, _ in bars))
-    scale = (SCALE_PX + 130 - left) / max(sum(parts.values()) for _, parts in bars)
+    left = max(LEFT_PX, 40.0 + LETTER_PX * max(len(name) for name, _ in bars))
+    scale = (SCALE_PX + LEFT_PX - left) / max(sum(parts.values()) for _, parts in bars)
 
     def text(x: float, y: float, words: str, more: str = "") -> str:
         return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
@@ -52,11 +52,10 @@ def stacked_bars(title: str, bars: Bars) -> str:
             )
             x += scale * part_ms
         drawn.append(text(x + 12, top + 30, f"{sum(parts.values()):.3g} ms", 'font-weight="bold"'))
-    x, low = left if left == 130.0 else 20.0, 58 + len(bars) * (BAR_PX + GAP_PX) + 6
+    x, low = left if left == LEFT_PX else 20.0, 58 + len(bars) * (BAR_PX + GAP_PX) + 6
     for part, color in colors.items():
         drawn += [f'<rect x="{x:.0f}" y="{low}" width="16" height="16" fill="{color}"/>', text(x + 24, low + 14, part)]
-        x += 68 if part == COMPUTATION and len(colors) == 2 else 44
-        x += 122 if part == COMPUTATION and len(colors) == 2 else 9 * len(part)
+        x += max(190.0, 44.0 + 9.0 * len(part))
     width = max(WIDTH_PX, round(x))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{low + 36}" font-family="sans-serif"'
     return "\n".join(
