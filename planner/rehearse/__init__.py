@@ -1,1 +1,1 @@
-"""Rehearsals: real collectives on a scaled emulated cluster, beside compute that is waited for."""
+"""Rehearsals: real collectives on a scaled emulated cluster, during compute that is waited for."""

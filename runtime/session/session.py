@@ -44,11 +44,11 @@ from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.optimizers.planned_operators import PlannedOperators
 from runtime.plan import Plan, load_plan
 from runtime.plan.document import PhasePlan
+from runtime.session.followed_shares import Shares
 from runtime.session.monitor import Monitor
 from runtime.session.phases import Phases
 from runtime.session.report import Report, make_report
 from runtime.session.share_sampler import ShareBatches
-from runtime.session.shares import Shares
 from runtime.session.uneven import even_batches
 from runtime.sparse.samples import Sampled
 from runtime.torch_compat import (

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from runtime.errors import InputError
-from runtime.session.shares import Shares
+from runtime.session.followed_shares import Shares
 
 
 class ShareSampler(Sampler[int]):

@@ -18,7 +18,7 @@ class Shares:
     def __init__(self, planned: Mapping[str, int] | None, weights: Weights, rank: int) -> None:
         self._planned, self._weights, self._rank = planned, weights, rank
         self.present: tuple[int, ...] | None = None
-        """In order of rank; None: the script decides."""
+        """Samples of each rank, in order of rank; None: the script decides."""
         self._take(planned)
 
     def _take(self, planned: Mapping[str, int] | None) -> None:
