@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -53,6 +53,8 @@ def _search(costs: OperatorCosts) -> OwnerSearch:
         update_us = costs.update(shares).update_us
         if update_us < best_us * (1.0 - NEAR):
             best, best_us = shares, update_us
+    if best is not None:
+        best, best_us = _halved(costs, best, best_us)
     for shares in () if best is None else list(_cuts(costs, best.owners)):
         update_us = costs.update(shares).update_us
         if update_us < best_us * (1.0 - NEAR):
@@ -64,22 +66,42 @@ def _search(costs: OperatorCosts) -> OwnerSearch:
 
 def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
     """Yield schedules over numbers of matrices, numbers of messages, and both orders."""
-    order = sorted(range(costs.count), key=lambda i: (-costs.operator_us[i] / costs.result_bytes[i], i))
+    # The step calls the last ones late: meanwhile it computes what is on all ranks.
+    last = range(costs.count)[::-1]
+    order = sorted(last, key=lambda i: -costs.operator_us[i] / costs.result_bytes[i])
     by_time = sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
     seen: set[frozenset[int]] = set()
-    for ranking in (by_time, order):
+    for ranking in (by_time, order, last):
         for cut in range(CUTS, 0, -1):
             chosen = frozenset(ranking[: math.ceil(costs.count * cut / CUTS)])
             if chosen in seen:
                 continue
             seen.add(chosen)
-            for owners in _owners(costs, [matrix for matrix in by_time if matrix in chosen]):
-                for messages in MOST_MESSAGES:
-                    if messages > len(chosen):
-                        break
-                    yield in_messages(costs, owners, messages)
-                    if messages > 1:
-                        yield in_messages(costs, owners, messages, longest=True)
+            yield from _sharing(costs, chosen)
+
+
+def _sharing(costs: OperatorCosts, chosen: Collection[int]) -> Iterator[OperatorShares]:
+    """Yield schedules in which owners compute these matrices, over numbers of messages and both orders."""
+    for owners in _owners(costs, sorted(chosen, key=lambda i: (-costs.operator_us[i], i))):
+        for messages in MOST_MESSAGES:
+            if messages > len(chosen):
+                break
+            yield in_messages(costs, owners, messages)
+            if messages > 1:
+                yield in_messages(costs, owners, messages, longest=True)
+
+
+def _halved(costs: OperatorCosts, best: OperatorShares, best_us: float) -> tuple[OperatorShares, float]:
+    """Change the number of shared matrices, the last ones in the order of calls, by steps that get half as large."""
+    count, step = sum(owner >= 0 for owner in best.owners), costs.count // CUTS // 2
+    while step >= 1:
+        for number in (count - step, count + step):
+            for shares in _sharing(costs, range(costs.count)[-number:]) if 0 < number <= costs.count else ():
+                update_us = costs.update(shares).update_us
+                if update_us < best_us * (1.0 - NEAR):
+                    best, best_us, count = shares, update_us, number
+        step //= 2
+    return best, best_us
 
 
 def _cuts(costs: OperatorCosts, owners: Sequence[int]) -> Iterator[OperatorShares]:
