@@ -104,7 +104,7 @@ message_bytes, assumptions = synchronous.message_bytes, synchronous.assumptions
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """Owners of another number of gradients."""
+    """Return what is wrong with a schedule of so many gradients; None where all is well."""
     owners = owners_of(schedule)
     if owners is None or len(owners) == gradients:
         return synchronous.defect(schedule, gradients)
