@@ -100,7 +100,7 @@ class SessionHost:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers of the model, without what wraps them."""
+        """Return all optimizers of the model, without what wraps them."""
         return self._session.optimizers
 
     @property

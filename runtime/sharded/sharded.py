@@ -201,7 +201,7 @@ class Steps(StepHooks):
     def __init__(self, launcher: ReduceScatter) -> None:
         self._launcher = launcher
         self.of: dict[torch.optim.Optimizer, ShardedStep] = {}
-        """By optimizer, in the order of `attach`."""
+        """Sharded step of each optimizer, in the order of `attach`."""
 
     def before_forward(self) -> None:
         for step in self.of.values():
