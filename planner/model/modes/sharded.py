@@ -138,7 +138,7 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 def can_share(problem: Problem) -> bool:
     """Return whether the optimizer is known to be elementwise, or to need whole parameters, and there are ranks to
-    share its step.
+    shard its work.
     """
     return not_shared_reason(problem) is None
 
