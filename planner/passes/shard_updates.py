@@ -36,9 +36,9 @@ from planner.passes.delay import push_bucketings
 from planner.passes.merge import boundaries
 from planner.passes.select import select
 from planner.search.merge import MergeProblem, merge_exact
-from planner.search.owned import improve_owners, owners_of_buckets
 from planner.search.owners import best_owners
 from planner.search.partition import partition_of
+from planner.search.whole_owners import improve_owners, owners_of_buckets
 
 METHODS = ("cpsat", "lpt")
 STEPS = ("auto", "always", "never")

@@ -265,7 +265,7 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
     if step is not None and step.owners:
         where = "the plan's updates.step.owners"
         if not step.sharded:
-            return f"{where}: found owners in a plan whose ranks do not share the step; expected none: {HINT}"
+            return f"{where}: found owners in a plan without a sharded optimizer step; expected none: {HINT}"
         if (problem := check_owner_ranks(where, step.owners, parameters, plan.world.ranks)) is not None:
             return problem
     return _check_norms(parameters, plan, against, mode.what) or _check_operator(parameters, plan, against, mode.what)

@@ -55,7 +55,7 @@ class Host(Protocol):
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers of the model in the order of `attach`, without what wraps them."""
+        """Return all optimizers of the model in the order of `attach`, without what wraps them."""
         ...
 
     @property

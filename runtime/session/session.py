@@ -103,7 +103,7 @@ class SessionHost:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers of the model in the order of `attach`, without what wraps them."""
+        """Return all optimizers of the model in the order of `attach`, without what wraps them."""
         return self._session.optimizers
 
     @property

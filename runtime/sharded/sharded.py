@@ -106,8 +106,8 @@ class Sharded(Mode):
             narrow = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
             if narrow is not None:
                 return (
-                    f"bucket {narrow} has the compressor {plan.buckets[narrow].compressor.name!r} in a plan whose "
-                    f"ranks share the optimizer's step, but found {len(optimizers)} optimizers; expected one: put all "
+                    f"bucket {narrow} has the compressor {plan.buckets[narrow].compressor.name!r} in a plan with a "
+                    f"sharded optimizer step, but found {len(optimizers)} optimizers; expected one: put all "
                     f"parameters into one, or plan without --accuracy"
                 )
         if odd := find_missing(optimizers, planned):
@@ -200,7 +200,7 @@ class Steps(StepHooks):
     def __init__(self, launcher: ReduceScatter) -> None:
         self._launcher = launcher
         self.of: dict[torch.optim.Optimizer, ShardedStep] = {}
-        """By optimizer, in the order of `attach`."""
+        """Sharded step of each optimizer, in the order of `attach`."""
 
     def before_forward(self) -> None:
         for step in self.of.values():

@@ -104,7 +104,7 @@ message_bytes, assumptions = synchronous.message_bytes, synchronous.assumptions
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """Owners of another number of gradients."""
+    """Return what is wrong with a schedule of so many gradients; None where all is well."""
     owners = owners_of(schedule)
     if owners is None or len(owners) == gradients:
         return synchronous.defect(schedule, gradients)
@@ -138,7 +138,7 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 def can_share(problem: Problem) -> bool:
     """Return whether the optimizer is known to be elementwise, or to need whole parameters, and there are ranks to
-    share its step.
+    shard its work.
     """
     return not_shared_reason(problem) is None
 
