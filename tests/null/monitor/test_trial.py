@@ -116,6 +116,6 @@ def test_a_block_of_outer_steps_is_a_whole_period() -> None:
                 run.now_us += 700.0
             yield step
 
-    seen = run.train(steps(), 1 + 2 + 8 + BLOCK_STEPS)
-    assert seen == ["relaxed"] * (1 + 2 + 8) + ["exact"] * BLOCK_STEPS
+    seen = run.train(steps(), 1 + (1 + 2 + 8) + BLOCK_STEPS)
+    assert seen == ["relaxed"] * (1 + 1 + 2 + 8) + ["exact"] * BLOCK_STEPS
     assert found == [100.0 + 700.0 / 8]
