@@ -125,12 +125,12 @@ class Several(list[torch.optim.Optimizer]):
     """Several optimizers that step together."""
 
     def zero_grad(self) -> None:
-        """Of all."""
+        """Clear the gradients of all."""
         for one in self:
             one.zero_grad()
 
     def step(self) -> None:
-        """Of all, in order."""
+        """Step all, in order."""
         for one in self:
             one.step()
 
