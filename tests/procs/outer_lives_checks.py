@@ -41,7 +41,7 @@ def gradients(twin: nn.Module, model: nn.Module, batches: list[int]) -> dict[str
 
 
 def live(seed: int) -> dict[str, Any]:
-    """Train by plain SGD, of which the mean of the workers' weights is linear in their gradients: steps that accumulate,
+    """Train by plain SGD, of which the mean of weights is linear in their gradients: steps that accumulate,
     that overflow on one worker and are skipped, switches of plans, and checkpoints.
     """
     chance = random.Random(seed)  # the same on all ranks
