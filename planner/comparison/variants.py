@@ -104,6 +104,8 @@ class BucketVariant(Variant):
         If steps wait for messages of earlier ones, the first one waits for nothing, and the second for less, because
         the first one's weights are compared with DDP's.
         """
+        if self.plan is not None and self.plan.outer is not None:
+            return max(2, 1 + self.plan.outer.delay_steps)  # from then on rounds of the period before arrive
         return 2 if self.cycle or (self.plan is not None and self.plan.gathers is not None) else 1
 
     @property

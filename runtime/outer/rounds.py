@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.comm.collectives.direct import Narrowed
 from runtime.comm.collectives.phases import add_up, all_to_all, gather
 from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.world import World
@@ -136,18 +137,22 @@ class CompressedRound:
         (self._message,) = bucket.messages
         self.anchors = [Anchor(self._message, 0, 1, optimizer)]
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
-        self._workers, self._sent = world.ranks, CommTiming()
-        self._release()
+        self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
+        self._hold(held=False)
 
-    def _release(self) -> None:
-        """Give the memory of the pseudo-gradients back until the next round."""
-        self._message.storage.resize_(0)
+    def _hold(self, *, held: bool) -> None:
+        """Allocate what only a round in flight needs, or free it: pseudo-gradients, the next residual, the message."""
+        flat = self._message.flat
+        self._message.storage.resize_(flat.numel() * flat.itemsize if held else 0)
+        self._lossy.feedback.buffers.hold_following(held=held)
+        if isinstance(self._lossy.packed, Narrowed):
+            self._lossy.packed.hold(held=held)
 
     def launch(self) -> None:
         """Send the bucket; see `BucketRound.launch`."""
         self._sent = CommTiming()
-        (anchor,), flat = self.anchors, self._message.flat
-        self._message.storage.resize_(flat.numel() * flat.itemsize)
+        (anchor,) = self.anchors
+        self._hold(held=True)
         for name, place in anchor.views(anchor.weights).items():
             apart = place - self._parameters[name].detach().to(place.dtype)
             self._places[name].copy_(apart.div_(self._workers))
@@ -165,7 +170,7 @@ class CompressedRound:
         self._feedback.settle(lambda _: self._communicator.wait(self._sent))
         (anchor,) = self.anchors
         anchor.step(self._message.flat[: anchor.numel].to(anchor.weights.dtype))
-        self._release()
+        self._hold(held=False)
 
     def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
         """Return the anchor; see `BucketRound.weights`."""

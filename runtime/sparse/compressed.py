@@ -78,6 +78,11 @@ class ResidualBuffers:
         """Memory of the next residual, once `residual` has been asked for."""
         return self._second
 
+    def hold_following(self, *, held: bool) -> None:
+        """Allocate the memory of the next residual, or free it until a step that is far off."""
+        kept = self.residual  # asked for first: on a device it may be in the second buffer
+        self._second.untyped_storage().resize_(kept.numel() * kept.itemsize if held else 0)
+
     def for_kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return both buffers and whether they have changed places (one int32); None where no device keeps that."""
         if self._swapped is None:

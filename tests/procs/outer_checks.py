@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import runtime
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
+from runtime.outer.rounds import CompressedRound
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 
@@ -124,12 +125,12 @@ class Several(list[torch.optim.Optimizer]):
     """Several optimizers that step together."""
 
     def zero_grad(self) -> None:
-        """Of all."""
+        """Clear the gradients of all."""
         for one in self:
             one.zero_grad()
 
     def step(self) -> None:
-        """Of all, in order."""
+        """Step all, in order."""
         for one in self:
             one.step()
 
@@ -156,6 +157,27 @@ def several_optimizers() -> dict[str, Any]:
     states = [value for one in optimizers for state in one.state.values() for value in state.values()]
     found["states after"] = same_everywhere(states)
     session.detach()
+    return found
+
+
+def memory() -> dict[str, Any]:
+    """Between rounds compressed buckets keep anchor, momentum and residual once, dense ones a part of the first two."""
+    found: dict[str, Any] = {}
+    numel, workers = sum(p.numel() for p in single().parameters()), dist.get_world_size()
+    for name, compressor, copies in (("dense", None, 2.0 / workers), ("int8", INT8, 3.0)):
+        spec = replace(STREAMING, every=2, delay_steps=0, mix=0.0, warmup_steps=0)
+        model, optimizer, session = started(plan_of(spec, compressor), adamw, single())
+        train(model, optimizer, range(6), single_loss)
+        assert isinstance(session._mode, Outer)
+        rounds = session._mode._rounds
+        kept = [tensor for one in rounds for anchor in one.anchors for tensor in anchor.tensors().values()]
+        for one in rounds:
+            if isinstance(one, CompressedRound):
+                kept += [buffer for buffer in vars(one._lossy.feedback.buffers).values() if isinstance(buffer, Tensor)]
+                kept += [one._message.flat, one._lossy.packed.rows, one._lossy.packed.received]
+        size = sum(one.untyped_storage().nbytes() for one in kept) / (4.0 * numel)
+        found[f"{name}: {size:.3f} copies"] = copies <= size <= copies + 0.1
+        session.detach()
     return found
 
 
@@ -440,6 +462,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     check.__name__: check
     for check in (
         against_reference,
+        memory,
         plain_averaging,
         several_optimizers,
         compressed,

@@ -20,7 +20,7 @@ COMPRESSORS = (None, INT8, CompressorSpec(name="topk", density=0.3))
 
 
 def plans(chance: random.Random) -> Plan:
-    """Synchronous or with outer steps that average weights, whole or compressed."""
+    """Return a synchronous plan or one with outer steps that average weights, whole or compressed."""
     compressor = chance.choice(COMPRESSORS)
     if chance.random() < 0.3:
         return replace(plan_of(None, compressor), accuracy="exact" if compressor is None else "bounded")
@@ -41,8 +41,8 @@ def gradients(twin: nn.Module, model: nn.Module, batches: list[int]) -> dict[str
 
 
 def live(seed: int) -> dict[str, Any]:
-    """Plain SGD, of which the mean of the workers' weights is linear in their gradients: steps that accumulate, that
-    overflow on one worker and are skipped, switches of plans, and checkpoints.
+    """Train by plain SGD, of which the mean of weights is linear in their gradients: steps that accumulate,
+    that overflow on one worker and are skipped, switches of plans, and checkpoints.
     """
     chance = random.Random(seed)  # the same on all ranks
     model, optimizer, session = started(plans(chance), sgd, single())
@@ -99,7 +99,7 @@ def live(seed: int) -> dict[str, Any]:
 
 
 def run(seeds: list[int]) -> dict[str, Any]:
-    """Results of some lives on this rank."""
+    """Return results of some lives on this rank."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with warnings.catch_warnings():

@@ -36,7 +36,7 @@ class ModeModel(Protocol):
         """Return, by network, bytes of the messages that one rank gives to the collectives of a mean step."""
 
     def assumptions(self, problem: Problem, /) -> tuple[list[str], bool]:
-        """Return what its prediction rests on beside the all-reduce, and whether costs follow from others'."""
+        """Return what its prediction rests on next to the all-reduce, and whether costs follow from others'."""
 
     def plan_fields(self, problem: Problem, schedule: Schedule, /) -> dict[str, Any]:
         """Return its fields of `runtime.plan.Plan`."""

@@ -63,6 +63,13 @@ class Narrowed:
         self.own = torch.zeros_like(self.rows[:1])
         self._narrow = narrow
 
+    def hold(self, *, held: bool) -> None:
+        """Allocate the rows, zeros, or free them until a step that is far off."""
+        for rows in (self.rows, self.received, self.gathered):
+            rows.untyped_storage().resize_(rows.numel() if held else 0)
+            if held:
+                rows.zero_()
+
     def narrow(self) -> None:
         """Encode the sum of the received rows, between the two phases."""
         self._narrow(self.received, self.own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from runtime.comm.world import World
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.trial import BLOCK_STEPS, ROUNDS, WARM_UP_STEPS, Trial, judge, trial_steps
 from runtime.monitor.verdict import Verdict
-from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan import ModelReference, OuterSpec, Plan, PlanBucket, PlanWorld
 
 
 @pytest.mark.parametrize(("lossy_us", "faster"), [(900.0, True), (1000.0, False), (1100.0, False)])
@@ -97,3 +98,24 @@ def test_a_plan_that_cannot_be_laid_out_is_not_judged() -> None:
 
     assert run.train(steps(), 2 * BLOCK_STEPS, refuses=True) == ["exact"] * 2 * BLOCK_STEPS
     assert found == [None]
+
+
+def test_a_block_of_outer_steps_is_a_whole_period() -> None:
+    """The mean of H steps counts, from the one in which the first fragments arrive: here every eighth is long."""
+    outer = replace(LOSSY, accuracy="relaxed", outer=OuterSpec(every=8, delay_steps=2))
+    run = Run(outer, {"relaxed": 100.0, "exact": 1000.0}, {"bounded": 1.0, "exact": 1.0})
+    found: list[float] = []
+
+    def steps() -> Iterator[Plan | None]:
+        def judged(rounds: Any) -> Verdict | None:
+            found.append(rounds[0][0])
+            return judge(rounds)
+
+        for step in trial_steps((outer, EXACT), outer, run.recorder, run.world, judged):
+            if run.plan is outer and (len(run.recorder.steps) % 8) == 5:
+                run.now_us += 700.0
+            yield step
+
+    seen = run.train(steps(), 1 + (1 + 2 + 8) + BLOCK_STEPS)
+    assert seen == ["relaxed"] * (1 + 1 + 2 + 8) + ["exact"] * BLOCK_STEPS
+    assert found == [100.0 + 700.0 / 8]
