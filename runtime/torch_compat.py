@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.fx.passes.split_module import split_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import _muon
 from torch.utils import _pytree
@@ -124,29 +125,25 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether `torch.compile` or `module.compile()` has been called on the model or a part of it."""
-    from torch._dynamo import OptimizedModule
-
     return any(
-        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
+        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
     )
 
 
 def compiled_parts(model: torch.nn.Module) -> list[str]:
     """Return the names of the parts of a model that are compiled by themselves, not with the whole of it."""
-    from torch._dynamo import OptimizedModule
-
     whole = {id(model), id(getattr(model, "_orig_mod", model))}
     return [
         name
         for name, module in model.named_modules()
-        if id(module) not in whole and (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
+        if id(module) not in whole
+        and (isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None)
     ]
 
 
 def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a backend of `torch.compile` by name, or the given one; None where there is none of that name."""
-    import torch._dynamo
-
     try:
         return torch._dynamo.lookup_backend(backend)
     except Exception as error:  # of a class that differs between versions
@@ -157,16 +154,12 @@ def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None
 
 def inductor_settings(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the settings of inductor that a mode and options of `torch.compile` stand for."""
-    from torch import _inductor
-
-    found = _inductor.list_mode_options(mode) if mode is not None else {}
+    found = torch._inductor.list_mode_options(mode) if mode is not None else {}
     return {**found, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
 
 
 def is_autograd_compiled() -> bool:
     """Return whether `torch.compile` is to compile the whole backward of its models as one graph."""
-    import torch._dynamo
-
     return bool(torch._dynamo.config.compiled_autograd)
 
 
@@ -187,9 +180,7 @@ def compile_split(
     compiler: Callable[..., Any],
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile each region of a graph by itself, as `torch.compile(DistributedDataParallel(model))` does its buckets."""
-    import torch._dynamo
     from torch._dynamo.backends import distributed
-    from torch.fx.passes.split_module import split_module
 
     split = split_module(graph, None, region_of)  # type: ignore[arg-type]
     distributed.propagate_dynamo_source(graph, split)
@@ -203,12 +194,10 @@ def compile_split(
 
 def recompile(model: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None) -> Callable[[], None]:
     """Compile a model, or what `torch.compile` has made of one, with another backend; return what undoes that."""
-    from torch._dynamo import OptimizedModule
-
-    if isinstance(model, OptimizedModule):
+    if isinstance(model, torch._dynamo.OptimizedModule):
         compiled, before = model, model.dynamo_ctx
         made = torch.compile(model._orig_mod, backend=backend, dynamic=dynamic)
-        assert isinstance(made, OptimizedModule)
+        assert isinstance(made, torch._dynamo.OptimizedModule)
 
         def use(context: Any) -> None:
             compiled.dynamo_ctx = context

@@ -31,7 +31,7 @@ class Trained:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.compile: CompileArgument | None = None
-        """How the model is compiled, in every variant; None: as it is."""
+        """Arguments of `torch.compile` for the model, in every variant; None: it is not compiled."""
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of the variant whose block runs, in which gradients only accumulate."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.decide.batch_shares import ShareChoice, choose_shares
-from planner.decide.cuts import CutChoice, choose_cuts
+from planner.decide.cut_choice import CutChoice, choose_cuts
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import AfterPass, parse_passes, with_options
 from planner.decide.solvers import check_solver

@@ -12,7 +12,7 @@ from planner.cost.model import communication_cost
 from planner.cost.nccl import scaled
 from planner.cost.sparse import flat_is_implied
 from planner.cost.wire import encoding
-from planner.decide.cuts import cut_problem
+from planner.decide.cut_choice import cut_problem
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.decide.strategies import accuracy_of, make_schedule
 from planner.documents.catalog import find_cluster, find_profile, name_of

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from planner.documents.accelerators import ACCELERATORS, kind_of
-from planner.documents.compiled import CompiledProfile
+from planner.documents.cut_costs import CompiledProfile
 from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.nccl import Nccl
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
@@ -231,7 +231,7 @@ class ComputeProfile(Record):
     operator: OperatorProfile | None = None
     """Absent: the optimizer has no operator without state."""
     compiled: CompiledProfile | None = None
-    """Where the graph can be cut, if the model was compiled and that was measured."""
+    """Places where the graph can be cut, if the model was compiled and that was measured."""
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""

@@ -50,7 +50,7 @@ class TrainingJob:
     metric: Callable[[nn.Module], float] | None = None
     """(model in evaluation mode) → number, such as the accuracy on held-out data, for `planner compare --learn`."""
     compile: str | Mapping[str, Any] | None = None
-    """How `torch.compile` is to compile the model: a backend's name, or `backend`, `mode`, `options` and `dynamic` by
+    """Arguments of `torch.compile` for the model: a backend's name, or `backend`, `mode`, `options` and `dynamic` by
     name. `planner profile` then measures where its graph can be cut, and a plan's `cuts` are executed."""
     batch_samples: int | None = None
     """Samples of a batch; default: the first dimension of the first tensor in one."""

@@ -70,7 +70,7 @@ class Training:
     step: Step
     optimizer: Optimizers | None = None
     compile: CompileArgument | None = None
-    """How the model is compiled; None: as it is."""
+    """Arguments of `torch.compile` for the model; None: it is not compiled."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

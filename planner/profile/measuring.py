@@ -21,12 +21,12 @@ from planner.documents.text import pluralize
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
 from planner.profile.bench import Bench
-from planner.profile.compiled import Regions, with_costs
 from planner.profile.compute import Training, combine, measure_compute
 from planner.profile.contention import affordable_sizes, contention_of, measure_contention
 from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import Limits, LinkTimes, measure_apart, measure_links, parts_of
+from planner.profile.measured_cuts import Regions, with_costs
 from planner.profile.norms import measure_norms
 from planner.profile.operator_times import measure_operators, with_operator
 from planner.profile.request import (

@@ -15,8 +15,8 @@ from torch import nn
 
 from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
 from planner.profile.bench import Bench, Progress
-from planner.profile.compiled import regions_of
 from planner.profile.compute import Training
+from planner.profile.measured_cuts import regions_of
 from planner.profile.measuring import Measuring, count_nodes, now
 from planner.profile.request import BUDGET_S, Request, heard
 from planner.testbed.hosts import emulation_here

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from builders import profile_document
 
-from planner.decide.cuts import cut_problem
+from planner.decide.cut_choice import cut_problem
 from planner.decide.optimize import optimize
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem

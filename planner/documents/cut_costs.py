@@ -1,4 +1,4 @@
-"""A compiled model in a profile: where its graph can be cut, and what each cut costs."""
+"""A compiled model in a profile: places where its graph can be cut, and what each cut costs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Cut(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProfile(Record):
-    """How a model was compiled. The times of the profile's gradients are those of regions between all of its cuts,
+    """Form of a compiled model. The times of the profile's gradients are those of regions between all of its cuts,
     less what the cuts cost."""
 
     backend: Name
     cuts: Annotated[tuple[Cut, ...], Field(max_length=MAX_CUTS)]
-    """In the order in which backward comes to them: `after` rises."""
+    """Cuts in the order in which backward comes to them: `after` rises."""
     whole_us: TimeUs | None = None
     """Forward and backward of one graph, as measured."""
     compile_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None

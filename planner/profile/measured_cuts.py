@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from planner.documents.compiled import CompiledProfile, Cut
+from planner.documents.cut_costs import CompiledProfile, Cut
 from planner.documents.profile import ComputeProfile, Gradient
 from planner.documents.text import ms, pluralize
 from planner.profile.bench import Bench

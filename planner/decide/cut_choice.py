@@ -1,4 +1,4 @@
-"""Where a compiled graph is cut: the fewest cuts whose step is as short as the best one's."""
+"""Choice of the cuts of a compiled graph: the fewest cuts whose step is as short as the best one's."""
 
 from __future__ import annotations
 
