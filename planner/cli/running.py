@@ -13,7 +13,7 @@ import typer
 from planner.cli.commands import Run
 from planner.cli.options import Flags, printed_json
 from planner.jobs.job import find_job
-from planner.jobs.lr_schedule import LrSchedule
+from planner.jobs.lr_schedule import Course, LrSchedule
 from planner.jobs.on_rank import train_rank
 from planner.jobs.rank_options import is_first_rank
 from planner.jobs.training import RankRun
@@ -28,10 +28,10 @@ def run(asked: Run) -> None:
     plan, where = None if asked.plan is None else load_plan(asked.plan), asked.where
     if where.are_open and plan is not None:
         where = replace(where, ranks=planned_ranks(plan.world.ranks, str(asked.plan)))
-    lr_schedule = LrSchedule.parse(asked.lr_schedule)
+    course = Course(asked.steps, LrSchedule.parse(asked.lr_schedule))
     device, shown = choose_device(where.device), not Flags.as_json
     try:
-        runs = on_ranks(where, train_rank, asked.job, plan, asked.steps, device, shown, where.timeout_s, lr_schedule)
+        runs = on_ranks(where, train_rank, asked.job, plan, course, device, shown, where.timeout_s)
     except PlanMismatch as error:
         raise PlanMismatch(f"{asked.plan}: {error}") from error
     # On every rank, before the others are silent: all end with the same exit code.

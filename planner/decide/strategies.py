@@ -87,7 +87,7 @@ def joint(problem: Problem, max_ratio: float = 0.0) -> Schedule:
 def ssd(problem: Problem, setting: tuple[int, ...] = (DEFAULT_MAX_DELAY,)) -> Schedule:
     """Return a delay of some steps (SSD-SGD), by default 4; its step is the mean of the steady state.
 
-    With a second number so many of the workers are servers, which is predicted only. Raises InputError: there are fewer
+    A second number is that of the workers that are servers, which is predicted only. Raises InputError: there are fewer
     workers.
     """
     steps, servers = (*setting, 0)[:2]

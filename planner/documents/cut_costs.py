@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planner.documents.profile import Gradient
 
 MAX_CUTS = 128
-"""More blocks than models have; the search takes seconds for so many."""
+"""More blocks than models have, with which the search takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

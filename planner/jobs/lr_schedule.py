@@ -74,3 +74,11 @@ class LrSchedule:
 
 CONSTANT = LrSchedule()
 """The job's own learning rates."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """Steps that a job trains, and the factors of its learning rates."""
+
+    steps: int
+    lr_schedule: LrSchedule = CONSTANT

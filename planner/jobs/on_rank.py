@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from planner.cost.halves import LIBRARY_GATHER, LIBRARY_SCATTER
 from planner.documents.profile import Profile
-from planner.jobs.lr_schedule import CONSTANT, LrSchedule
+from planner.jobs.lr_schedule import CONSTANT, Course, LrSchedule
 from planner.jobs.training import (
     KEPT_BATCHES,
     BuiltJob,
@@ -211,15 +211,15 @@ def measure_updaters(
 def train_rank(
     spec: str,
     plan: Plan | None,
-    steps: int,
+    course: Course,
     device: str,
     show_progress: bool,
     timeout_s: float | None = None,
-    lr_schedule: LrSchedule = CONSTANT,
 ) -> RankRun:
     """Train a job for some steps on this rank; plain DDP without a plan. `timeout_s` is that of `Trainer`."""
     if plan is not None and plan.local_async is not None:
-        return train_rank_locally(spec, plan, steps, device, timeout_s, lr_schedule)
+        return train_rank_locally(spec, plan, course, device, timeout_s)
+    steps, lr_schedule = course.steps, course.lr_schedule
     built = build(spec, device)
     schedules = []
     if lr_schedule != CONSTANT:
@@ -236,16 +236,15 @@ def train_rank(
 def train_rank_locally(
     spec: str,
     plan: Plan,
-    steps: int,
+    course: Course,
     device: str,
     timeout_s: float | None = None,
-    lr_schedule: LrSchedule = CONSTANT,
 ) -> RankRun:
-    """Train a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
+    """Train a job with local updaters on this rank: the steps are minibatches, over all of its updaters."""
     assert plan.local_async is not None
     blocks = plan.local_async.blocks is not None
-    job = partial(local_job, spec, device, lr_schedule, plan.world.ranks, blocks, steps)
-    run = run_local_async(job, plan, steps, timeout_s=timeout_s)
+    job = partial(local_job, spec, device, course.lr_schedule, plan.world.ranks, blocks, course.steps)
+    run = run_local_async(job, plan, course.steps, timeout_s=timeout_s)
     if not run.losses:
         raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")
     # Time of a minibatch of the rank at each update, over the last ones, as many as there are updaters: updates of

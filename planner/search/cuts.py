@@ -34,7 +34,7 @@ class _Label:
 
 
 def best_cuts(problem: Problem, most: int = MOST_CUTS) -> list[tuple[float, tuple[str, ...]]]:
-    """Return, by the number of cuts from 0, (end of the last message, modules) of the best choice with exactly so many.
+    """Return, by the number of cuts from 0, (end of the last message, modules) of the best choice.
 
     The end is in microseconds from the start of forward; modules are in the order of backward.
     """

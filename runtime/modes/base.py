@@ -121,7 +121,7 @@ class Mode:
     aside_reason: ClassVar[str | None] = None
     """Reason why nothing else may train the model while the session is put aside; None: it may."""
     residual_reason: ClassVar[str | None] = None
-    """Why residuals are no updates (`residual_unit`); None: they may be."""
+    """Reason why residuals cannot be in units of updates (`residual_unit`); None: they can."""
     weight_reason: ClassVar[str | None] = None
     """Reason why ranks cannot have weights; None: they can."""
     sends: ClassVar[str | None] = None

@@ -36,7 +36,7 @@ Operation = Callable[[list[Item]], Tensor | Sequence[Tensor]]
 alone."""
 
 SplitBy = Literal["tensors", "elements"]
-"""What ranks share: the tensors, each as a whole, or the elements of each."""
+"""Unit that ranks share: whole tensors, or the elements of each."""
 
 WHAT = "the exchange of what a parallel tensor operation computed"
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner import TrainingJob
+from planner.jobs.lr_schedule import Course
 from planner.jobs.on_rank import profile_rank, train_rank
 from runtime.errors import PlannerError
 
@@ -112,7 +113,7 @@ def told(path: str, names: list[str]) -> dict[str, dict[str, str]]:
     for name in names:
         for command, function, arguments in (
             ("profile", profile_rank, ("cpu", False)),
-            ("run", train_rank, (None, 3, "cpu", False)),
+            ("run", train_rank, (None, Course(3), "cpu", False)),
         ):
             said[name][command] = ""
             try:

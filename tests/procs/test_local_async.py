@@ -23,7 +23,7 @@ from started import started
 
 import runtime
 from planner.jobs.launch import LocalWorld, run_ranks
-from planner.jobs.lr_schedule import LrSchedule
+from planner.jobs.lr_schedule import Course, LrSchedule
 from planner.jobs.on_rank import train_rank
 from planner.jobs.training import build, weights_sha256
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
@@ -393,7 +393,7 @@ def test_a_recipe_of_rates_is_the_same_with_updaters_as_without() -> None:
     spec = f"{Path(jobs.__file__).with_name('local_async_job.py')}:job"
     recipe = LrSchedule.parse("scale:2,warmup:4,cosine")
     plan = jobs.plan_of(LocalAsyncSpec(updaters=1))
-    plain, one = (train_rank(spec, which, 10, "cpu", False, None, recipe) for which in (None, plan))
+    plain, one = (train_rank(spec, which, Course(10, recipe), "cpu", False) for which in (None, plan))
     built = build(spec, "cpu")
     for step in range(10):
         (group,) = built.optimizer.param_groups  # type: ignore[union-attr]
