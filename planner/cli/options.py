@@ -126,7 +126,7 @@ def chosen(record: Any) -> dict[str, Any]:
         value = getattr(record, each.name)
         if is_dataclass(value):
             found |= chosen(value)
-        elif value not in (each.default, None, ""):
+        elif value not in (each.default, None, "", []):
             name = each.name.upper() if "positional" in each.metadata else f"--{each.name.replace('_', '-')}"
             found[(each.metadata.get("names") or (name,))[-1]] = value
     return found

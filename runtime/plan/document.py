@@ -489,11 +489,11 @@ def load_plan(path: str | Path) -> Plan:
     return phases[number].plan
 
 
-def split_phase(path: str | Path) -> tuple[str, int | None]:
+def split_phase(path: str | Path) -> tuple[str | Path, int | None]:
     """Return the file and the number of the phase of `plan.json@1`; None: the whole plan."""
     file, at, number = str(path).rpartition("@")
     if not (at and number.isascii() and number.isdecimal() and len(number) < 10) or Path(path).exists():
-        return str(path), None
+        return path, None
     return file, int(number)
 
 
