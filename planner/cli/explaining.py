@@ -24,7 +24,7 @@ def explain(asked: Explain) -> None:
         explain_traces(asked)
         return
     outputs = files.check_outputs(
-        split_phase(asked.plan)[0], asked.measured, {files.TRACE: asked.trace, files.HTML: asked.html}
+        str(split_phase(asked.plan)[0]), asked.measured, {files.TRACE: asked.trace, files.HTML: asked.html}
     )
     loaded = files.explain(asked.plan, asked.measured, outputs)
     if printed_json(loaded.to_document):
@@ -44,7 +44,7 @@ def diff(asked: Diff) -> None:
 def export(asked: Export) -> None:
     """Print or write what a stock executor takes of a plan."""
     if asked.output is not None:
-        files.check_writable(asked.output, split_phase(asked.plan)[0], asked.profile, asked.cluster)
+        files.check_writable(asked.output, str(split_phase(asked.plan)[0]), asked.profile, asked.cluster)
     found = express(asked.plan, asked.to, asked.profile, asked.cluster)
     if found.data is not None and asked.output is None and not Flags.as_json:
         raise InputError(f"--to {asked.to}: found no --output, expected a file for what is no text; add -o plan.et")
