@@ -189,8 +189,8 @@ class Problem:
         computed_us = _sum_over(messages, lambda sizes: curve(sizes) * slowdown(sizes)[1] / slowdown(sizes)[0])
         takes = busy_us > 0.0
         return (
-            np.divide(busy_us, computed_us, out=np.ones_like(busy_us), where=takes),
-            np.divide(busy_us, idle_us, out=np.ones_like(busy_us), where=takes),
+            np.divide(busy_us, computed_us, out=np.ones_like(busy_us), where=takes & (computed_us > 0.0)),
+            np.divide(busy_us, idle_us, out=np.ones_like(busy_us), where=takes & (idle_us > 0.0)),
         )
 
     @memoised

@@ -91,7 +91,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def step_of(session: Any) -> LateStep:
     """The part that gathers."""
-    step = session._mode._step
+    (step,) = session._mode._steps.of.values()
     assert isinstance(step, LateStep)
     return step
 

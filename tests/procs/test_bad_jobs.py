@@ -19,7 +19,7 @@ FAILING = {
     "loss_raises": [
         "loss(model, batch) raised RuntimeError: ",
         "shapes cannot be multiplied",
-        "(bad_jobs.py, line 22); expected it not to: correct it",
+        "(bad_jobs.py, line 23); expected it not to: correct it",
     ],
     "loss_is_a_vector": ["loss returned a tensor of shape (2, 1), expected a scalar tensor that requires a gradient"],
     "loss_is_a_number": ["loss returned float, expected a scalar tensor"],
