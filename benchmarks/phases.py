@@ -33,7 +33,7 @@ STEPS_PER_EPOCH = 1000
 
 
 def target(pixels: int, minutes: float) -> Target:
-    """Return the model with images of so many pixels a side, on the emulated hosts."""
+    """Return the model with images of this number of pixels a side, on the emulated hosts."""
     found = find_target(MODEL, None, HOSTS, minutes)
     return replace(found, profile=profile(found.profile, pixels))
 

@@ -84,7 +84,7 @@ def local_update(update: LocalUpdate | None) -> Iterator[None]:
 def train_asgd(task: Task, seed: int, workers: int) -> nn.Module:
     """Train by ASGD, as one sequential program: every rank that calls it gets the same model.
 
-    A server updates its weights by each worker's gradient as it comes, in turns of all workers, and gives that worker
+    A server updates its weights by each worker's gradient as it comes, one worker after the other, and gives that one
     the new ones; so each gradient is of weights `workers` − 1 updates old. The rate is shared out, so that all workers
     together move the weights as far as a synchronous step does.
     """

@@ -75,7 +75,7 @@ FEWEST_ELEMENTS = 1000
 
 
 def plan_of(model: nn.Module, way: Way = WAYS[DENSE], ratios: Mapping[str, int] | None = None) -> Plan:
-    """One bucket for each layer's weights, with so many of their elements, and the rest in whole; of SLGS one for all.
+    """Return one bucket for each layer of selected elements, and the rest whole; of SLGS one for all layers.
 
     Args:
         model: what is trained.

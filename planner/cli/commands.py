@@ -9,7 +9,17 @@ from typing import Any
 
 import typer
 
-from planner.cli.options import argument, chosen, command, completed, for_fsdp2, option, options, rate_option
+from planner.cli.options import (
+    argument,
+    chosen,
+    command,
+    completed,
+    for_fsdp2,
+    option,
+    options,
+    rate_option,
+    split_names,
+)
 from planner.decide.defaults import DEFAULT_PASSES
 from planner.jobs.lr_schedule import LrSchedule
 from planner.jobs.rank_options import RankOptions
@@ -365,6 +375,11 @@ class Compare:
     where: OnRanks
     arguments: list[str] | None = argument("Of a script: its own arguments.", None, metavar="[-- ARGUMENTS]")
     parallel: str | None = option(PARALLEL)
+
+    @property
+    def strategies(self) -> list[str]:
+        """Return the names of all `--strategy`, each of which may have several."""
+        return split_names(",".join(self.strategy))
 
     def __post_init__(self) -> None:
         for_fsdp2(self, ("--strategy", "--html", "ARGUMENTS", "--learn"))

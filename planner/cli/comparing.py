@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import typer
 
 from planner.cli.commands import Compare
-from planner.cli.options import Flags, printed_json, split_names
+from planner.cli.options import Flags, printed_json
 from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
 from planner.comparison.learned import Learned, summarize_learned
 from planner.comparison.learning import learn_rank
@@ -117,14 +117,14 @@ def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOpti
         if learn.start is not None:
             raise InputError("--from: found it with a script, which loads its checkpoint by itself; leave it out")
         request = Asked(
-            plan=next(iter(plans.values())), profile=profile, strategies=split_names(",".join(asked.strategy)),
+            plan=next(iter(plans.values())), profile=profile, strategies=asked.strategies,
             rounds=Rounds(count=2, steps=1), timeout_s=where.timeout_s, show_progress=not Flags.as_json, learn=learn,
             plans=plans,
         )  # fmt: skip
         found = on_ranks_of_script(where, script_rank, asked.job, arguments, request)[0]
         assert isinstance(found, Learned)
         return found
-    contestants = make_contestants(plans, problem, split_names(",".join(asked.strategy)))
+    contestants = make_contestants(plans, problem, asked.strategies)
     predicted = predicted_on(learn.on, profile, contestants)
     measured = (asked.job, contestants, learn, choose_device(where.device), not Flags.as_json, where.timeout_s)
     return summarize_learned(on_ranks(where, learn_rank, *measured), learn, predicted)
@@ -141,7 +141,7 @@ def _measure_wrappings(asked: Compare, plan: Plan, where: RankOptions, rounds: R
 def _measure_buckets(asked: Compare, plan: Plan, where: RankOptions, rounds: Rounds) -> Comparison:
     check_has_buckets(plan, asked.plan[0], "compare it with --parallel fsdp2")
     is_script, arguments, profile, problem = _read(asked)
-    strategies = split_names(",".join(asked.strategy))
+    strategies = asked.strategies
     lineup = make_lineup(plan, problem, strategies)
     shown = not Flags.as_json
     if is_script:

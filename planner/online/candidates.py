@@ -29,7 +29,7 @@ POLL_S = 0.5
 WORTH_TRYING = 0.01
 """Predicted gain from which a plan is tried, on top of half of the error of earlier predictions."""
 NARROW = ("wire:int8", "wire:bfloat16", "wire:native")
-"""Strategies with one dtype in all buckets: their predictions err by what encoding takes beside computation."""
+"""Strategies with one dtype in all buckets: their predictions err by what encoding takes while the model computes."""
 
 
 class Candidates:

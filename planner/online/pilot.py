@@ -224,8 +224,8 @@ class Pilot:
             relaxed = yield from self._candidates.decide(measured, tried, "relaxed")
         if run.opening.way == "auto":
             fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
-            narrow = () if bounded is None else (bounded, *self._candidates.narrow)
-            for plan in (*narrow, *(() if relaxed is None else (relaxed,))):
+            riskier = [] if bounded is None else [bounded, *self._candidates.narrow]
+            for plan in riskier if relaxed is None else [*riskier, relaxed]:
                 if digest_of(plan) not in tried:
                     tried.add(digest_of(plan))
                     yield from self._trials.try_plan(replace(plan, fallback=fallback))

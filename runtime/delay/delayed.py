@@ -333,14 +333,6 @@ class Delayed(Mode, StepHooks):
         """See `Mode.over`: ranks are too far from each other, or no faster."""
         return self._pushes is not None and self.steps == 0
 
-    def afterwards(self) -> Plan | None:
-        return self.plan.fallback
-
-    def go_on(self) -> None:
-        if self.over:
-            self.end()
-            self.host.put(self.make_exchange())
-
     def send_as(self, bucket: int, following: Plan) -> bool:
         """See `Mode.send_as`: from the next push on, while ranks are delayed."""
         if self._pushes is None:

@@ -209,10 +209,13 @@ class Mode:
 
     def afterwards(self) -> Plan | None:
         """Return what a run continues with where the mode is over; None: with its own buckets, synchronous."""
-        return None
+        return self.plan.fallback
 
     def go_on(self) -> None:
-        """Continue: no other plan follows the step that has been exchanged."""
+        """Continue, synchronous where the mode is over: no other plan follows the step that has been exchanged."""
+        if self.over:
+            self.end()
+            self.host.put(self.make_exchange())
 
     def send_as(self, bucket: int, following: Plan) -> bool:
         """Return whether the mode itself sees to it that a bucket is sent as `following` says from now on."""

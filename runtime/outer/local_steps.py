@@ -236,14 +236,6 @@ class Outer(Mode, StepHooks):
         """See `Mode.over`: workers are too far from each other."""
         return self._fragments is not None and self.every == 0
 
-    def afterwards(self) -> Plan | None:
-        return self.plan.fallback
-
-    def go_on(self) -> None:
-        if self.over:
-            self.end()
-            self.host.put(self.make_exchange())
-
     # Stages.
 
     def begin(self, exchange: Exchange) -> None:
