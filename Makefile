@@ -62,7 +62,7 @@ $(VENV)/.docs: pyproject.toml $(INSTALLED)
 docs: $(VENV)/.docs  ## the documents as a site in site/; fails on a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: test-all lint types docs  ## everything that CI runs
+check: lint types docs test-all  ## everything that CI runs
 
 zoo: $(INSTALLED)  ## profile, plan and train every model of tests/zoo; rewrites the table in docs/results/tracing.md
 	$(BIN)/python -m benchmarks.trace_zoo --output docs/results/tracing.md
