@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from planner.model.compression import NARROWED
 from planner.strategies.baselines import ddp_buckets
 from runtime.checks.plan import dtype_name
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan.document import CompressorSpec
+from runtime.plan.transports import TWO_SHOT
 
 AS_DDP = "as DistributedDataParallel cuts"
 
@@ -38,3 +42,15 @@ def ddp_plan(
         ),
         sources={"buckets": f"{cut}, made in the run, from the order in which gradients became ready"},
     )
+
+
+def in_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], dtype: str) -> Plan:
+    """Return an exact plan with the same buckets in a narrow dtype, as far as they can be; `plan` is its fallback."""
+    spec = CompressorSpec(name="wire", dtype=dtype)
+    buckets = tuple(
+        replace(bucket, collective=TWO_SHOT.collective, algorithm=TWO_SHOT.algorithm, compressor=spec)
+        if dtype_name(parameters[bucket.gradients[0]].dtype) in NARROWED
+        else bucket
+        for bucket in plan.buckets
+    )
+    return replace(plan, accuracy="bounded", buckets=buckets, predicted=None, fallback=plan)

@@ -38,8 +38,8 @@ MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
 MEASURED_STEPS = 20
-LINKS_SHARE = 0.015
-"""Share of the steps before them that what is timed behind them may take."""
+LINKS_SHARE, SAVED_SHARE = 0.015, 0.1
+"""Shares that timing may take of the steps before it, and of what a bounded plan has saved in them."""
 
 
 @dataclass(frozen=True)
@@ -169,49 +169,66 @@ def sizes_of(plan: Plan) -> list[int]:
     return [bucket.size_bytes or 0 for bucket in plan.buckets]
 
 
-def measure_run(run: PlannedRun, *, narrow: bool) -> Steps[tuple[list[RankSample], Costs]]:
-    """Time messages behind the next steps, as the budget allows, then look at the last steps of all ranks.
+def first_steps(run: PlannedRun) -> list[Overlap]:
+    """Return what all ranks saw of the last steps; nothing where one saw no whole step."""
+    first: list[RankSample | None] = run.gather(observe(run.session, WARM_UP_STEPS // 2), "comparing the first steps")
+    seen = [sample.overlap for sample in first if sample]
+    return seen if len(seen) == len(first) else []
 
-    `narrow`: also time messages and encoding of plans in narrow dtypes. The present plan sends whole gradients.
+
+def exposed_us(ranks: Sequence[Overlap]) -> float:
+    """Return the time of a step's messages after backward, on the rank that waited least for others; 0: not known."""
+    each = [sum(t * (1.0 - part) for t, part in zip(one.sent_us, one.within, strict=True)) for one in ranks]
+    return min(each, default=0.0)
+
+
+def measure_run(run: PlannedRun, first: Sequence[Overlap], *, narrow: bool) -> Steps[tuple[list[RankSample], Costs]]:
+    """Time messages behind the next steps, as the budget allows, then look at the last steps of all ranks, by an exact
+    plan.
+
+    Args:
+        run: its present plan may be bounded.
+        first: what ranks saw of steps by an exact plan.
+        narrow: also time messages and encoding of plans in narrow dtypes.
     """
     session = run.session
-    mine = (observe(session, WARM_UP_STEPS // 2), run.step_us)
-    first: list[tuple[RankSample | None, float]] = run.gather(mine, "comparing the first steps")
-    if not all(sample for sample, _ in first):
-        return [], Costs()
-    step_us = max(step for _, step in first)
+    step_us = max(run.gather(run.step_us, "comparing times of steps"))
+    share = LINKS_SHARE + SAVED_SHARE * run.saved
     model_bytes = sum(sizes_of(run.present))
-    byte_us = us_per_byte([sample.overlap for sample, _ in first if sample], model_bytes)
+    byte_us = us_per_byte(first, model_bytes)
     pieces = pieces_of(model_bytes, narrow=narrow)
     expected_us = [piece.expected_us(byte_us) for piece in pieces]
-    waits = [max(1, math.ceil(time_us / (LINKS_SHARE * step_us))) for time_us in expected_us]
+    waits = [max(1, math.ceil(time_us / (share * step_us))) for time_us in expected_us]
     doing = "steps and messages are measured; then rank 0 decides, and what it found is tried"
     run.begin_stage(doing, PASSES * sum(waits), TRIAL_STEPS, DECIDING_S)
     begun, spent_us, probes = session.step, 0.0, Probes(session, pieces)
     try:
         for number in range(PASSES):
             for piece, time_us in zip(pieces, expected_us, strict=True):
-                yield from run.wait(max(1, math.ceil(time_us / (LINKS_SHARE * step_us))))
+                yield from run.wait(max(1, math.ceil(time_us / (share * step_us))))
                 probes.time(piece)
             ranks: list[list[Times]] = run.gather(probes.times_us(), "comparing times of messages")
             spent_us = max(sum(map(sum, times)) for times in ranks)
             last = [[sum(parts) for parts in times[-len(pieces) :]] for times in ranks]
             expected_us = [*map(min, expected_us, *last)]
             if number + 1 < PASSES:  # what was not expected is made up for
-                yield from run.wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
+                yield from run.wait(max(0, math.ceil(spent_us / (share * step_us)) - session.step + begun))
     finally:
         probes.close()
         run.cost_us += spent_us
+    took = spent_us / max((session.step - begun) * step_us, 1.0)
+    if run.present.accuracy != "exact":  # whose steps time no whole gradients
+        run.make_exact()
+        yield from run.wait(MEASURED_STEPS + 1)
     samples: list[RankSample] = run.gather(observe(session, MEASURED_STEPS), "comparing the last steps")
     costs = costs_of(pieces, ranks)
     own = own_messages(sizes_of(run.present), [sample.overlap for sample in samples])
     costs = replace(costs, messages={**costs.messages, ALL_REDUCE: with_own_messages(costs.all_reduce, own)})
-    share = spent_us / max((session.step - begun) * step_us, 1.0)
     messages = sum(not piece.encodes for piece in pieces)
     encoded = f" and encoding in {pluralize(len(costs.encode), 'dtype')}" if narrow else ""
     run.tell(
         f"measured {MEASURED_STEPS} steps, and messages of {messages} sizes{encoded} behind {PASSES * len(pieces)} "
-        f"others: {spent_us / 1e3:.0f} ms, {share:.1%} of their time"
+        f"others: {spent_us / 1e3:.0f} ms, {took:.1%} of their time"
     )
     return samples, costs
 

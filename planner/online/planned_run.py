@@ -157,6 +157,11 @@ class PlannedRun:
         """Return the time from one exchange to the next as that of a step of the optimizer, in ms."""
         return exchange_us * self.session._recorder.exchanges_per_update / 1e3
 
+    @property
+    def saved(self) -> float:
+        """What a bounded plan saves against the last exact one, as a share of its own step; 0 with an exact plan."""
+        return self.exact_ratio / self.ratio - 1.0
+
     def remember(self, step_us: float | None = None, *, settled: bool = True) -> None:
         """Save the present plan for the next run, on rank 0, which warns once where it cannot.
 
@@ -186,4 +191,5 @@ def called(plan: Plan) -> str:
         kind = "" if plan.accuracy == "exact" else f"{plan.accuracy} "
         return f"the {kind}plan of {pluralize(len(plan.buckets), 'bucket')}"
     _, at, size = (plan.buckets[0].reason or "").partition(" at ")
-    return f"DDP's buckets{at}{size}"
+    dtypes = ", ".join(dict.fromkeys(bucket.compressor.dtype or "" for bucket in plan.buckets if not bucket.dense))
+    return f"DDP's buckets{at}{size}{' in ' * bool(dtypes)}{dtypes}"
