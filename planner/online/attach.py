@@ -220,8 +220,9 @@ def attach(
     its number of ranks alone, its measurements are scaled to this one, and their plan is the first to be tried. Results
     are DDP's throughout.
 
-    With `accuracy="bounded"` the run also times encoding in narrow dtypes and the messages that carry them. The best
-    bounded plan is tried against the best exact one, and stays if it is at least 2 % faster. Residuals keep what
+    With `accuracy="bounded"` DDP's buckets in 8 bits are tried first, where messages take long. Then the run also times
+    encoding in narrow dtypes and the messages that carry them. The best bounded plans are tried against the best exact
+    one, and stay if they are at least 2 % faster. Residuals keep what
     rounding loses, and buckets that do harm are sent in a wider dtype. With `accuracy="relaxed",
     allow=("outer",)` outer steps are tried, too, over whole periods and from step 500 on.
 

@@ -579,6 +579,8 @@ def bounded_on_a_slow_link() -> dict[str, bool]:
         found, story = session.plan, session._pilot.story
         dtypes = {bucket.compressor.dtype for bucket in found.buckets if not bucket.dense}
         results[f"narrow: {dtypes} {story}"] = found.accuracy == "bounded" and bool(dtypes - {None})
+        first = [line.partition(": ")[2] for line in story[:2]]
+        results[f"8 bits before anything is timed: {first}"] = "with DDP's buckets in int8" in first[0]
         results["no low rank, no top-k"] = {bucket.compressor.name for bucket in found.buckets} <= {"none", "wire"}
         results["alike"] = ranks_agree([story, found.digest()])
         results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"
