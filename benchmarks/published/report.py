@@ -29,13 +29,11 @@ class Section:
     """Further lines of Markdown."""
     in_full: bool = True
     """Whether every row is listed; otherwise `more` sums them up."""
-    by_order_only: tuple[str, ...] = ()
-    """Methods that the summary leaves out of the errors."""
 
     @property
     def counted(self) -> list[Comparison]:
         """Figures that count in the summary."""
-        return [row for row in self.rows if row.method not in self.by_order_only and not row.by_construction]
+        return [row for row in self.rows if not row.by_construction]
 
 
 @dataclass(frozen=True, kw_only=True)
