@@ -37,7 +37,7 @@ from runtime.checks.plan import model_fingerprint
 from runtime.optimizers.kinds import Optimizers
 from runtime.plan import Plan
 
-DOCUMENT = Path("docs/results/rehearsal.md")
+DOCUMENT = Path("docs/results/phases.md")
 MODEL, HOSTS, MINUTES = "resnet50@v100-16x8-25gbe", "4x1", 3.5
 PIXELS = {96: 13, 128: 11, 224: 3}
 """Pixels of a side → epochs (Table 4)."""
