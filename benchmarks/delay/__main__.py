@@ -28,8 +28,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked part is replaced")
     options = parser.parse_args()
+    ways = list(dict.fromkeys([accuracy.SYNCHRONOUS, *options.ways]))  # with which all others are compared
     found = outcomes(
-        accuracy.train, accuracy.Stale, options.tasks, options.ways, options.seeds, options.scale, options.results
+        accuracy.train, accuracy.Stale, options.tasks, ways, options.seeds, options.scale, options.results
     )  # fmt: skip
     text = "\n".join(accuracy.lines(found))
     print(text)

@@ -42,8 +42,9 @@ class Way:
 
 PUBLISHED = DelaySpec(steps=4)
 PLAIN = replace(PUBLISHED, alpha=1.0, beta=0.0)
+SYNCHRONOUS = "synchronous"
 WAYS = {
-    "synchronous": Way(None),
+    SYNCHRONOUS: Way(None),
     **{f"k = {k}": Way(delay_spec(k)) for k in range(1, 6)},
     "k = 4, α = 2, β = 0.5": Way(PUBLISHED),
     "k = 4, plain local SGD": Way(PLAIN),
@@ -101,7 +102,7 @@ def lines(outcomes: list[Stale]) -> Iterator[str]:
     yield "| task | way | metric, mean over seeds (range) | against synchronous | distance: × warm-up, share |"
     yield "| --- " * 5 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        first = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == "synchronous")
+        first = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == SYNCHRONOUS)
         for way in WAYS:
             found = [o for o in outcomes if o.task == name and o.way == way]
             if not found:

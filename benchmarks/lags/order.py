@@ -6,7 +6,7 @@ is compared. Eq. 19 may send more elements than that, and then takes longer wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.lags.bound import layer_wise
@@ -38,10 +38,15 @@ class Setting:
     eq19: float
     """Ratios by Eq. 19, merged by the buffer."""
 
+    @property
+    def as_published(self) -> bool:
+        """Whether steps are in the order of the paper's Table 2."""
+        return self.dense > self.slgs > self.buffered
 
-def settings() -> Iterator[Setting]:
-    """Simulate the six settings."""
-    for cluster in CLUSTERS:
+
+def settings(clusters: Sequence[str] = CLUSTERS) -> Iterator[Setting]:
+    """Simulate the settings of each cluster."""
+    for cluster in clusters:
         for model in MODELS:
             problem = make_problem(find_profile(model), find_cluster(cluster), RANKS)
             alone = layer_wise(problem, DENSITY)

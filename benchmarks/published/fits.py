@@ -50,7 +50,7 @@ def _ddl2020() -> Iterator[str]:
         "α, β between nodes of v100-16x8-25gbe",
         _link(ddl2020.fitted_cluster("100gbe", tuple(ddl2020.MODELS))),
         "BSP-A2A and WFBP-A2A of all three models, 100GbE with TCP/IP",
-        "CommLib, Table 4 (chosen over the line rate with Table 3 in view)",
+        "nothing: CommLib's tables are read with the line rate",
     )
 
 

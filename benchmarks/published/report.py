@@ -29,13 +29,13 @@ class Section:
     """Further lines of Markdown."""
     in_full: bool = True
     """Whether every row is listed; otherwise `more` sums them up."""
-    by_order_only: tuple[str, ...] = ()
-    """Methods that the summary leaves out of the errors."""
+    order: str = ""
+    """Cells in the published order, if that is all that is published."""
 
     @property
     def counted(self) -> list[Comparison]:
         """Figures that count in the summary."""
-        return [row for row in self.rows if row.method not in self.by_order_only and not row.by_construction]
+        return [row for row in self.rows if not row.by_construction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ def summary_lines(sections: Sequence[Section]) -> Iterator[str]:
         errors = [row.error for row in section.counted]
         groups = cells(section.rows)
         right = len(groups) - len({swap.first.what for swap in swaps(section.rows)})
-        order = f"{right} of {len(groups)}" if groups else ""
-        mean, worst = sum(errors) / len(errors), max(errors)
+        order = f"{right} of {len(groups)}" if groups else section.order
+        mean, worst = (f"{sum(errors) / len(errors):.1%}", f"{max(errors):.1%}") if errors else ("", "")
         constructed = sum(row.by_construction for row in section.rows)
         figures = f"{len(section.rows) - constructed}" + (f" + {constructed}" if constructed else "")
-        yield table_line(section.title, figures, f"{mean:.1%}", f"{worst:.1%}", order)
+        yield table_line(section.title, figures, mean, worst, order)
