@@ -273,7 +273,8 @@ def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) ->
         ratio = ratio_interval(values[PLAN], values[fastest])
         lines.append(verdict(ratio, "the plan", f"{fastest}, which is not exact", steps))
     if EQUAL_SHARES in values:
-        lines.append(verdict(ratio_interval(values[PLAN], values[EQUAL_SHARES]), "the plan", "equal shares of it", steps))
+        ratio = ratio_interval(values[PLAN], values[EQUAL_SHARES])
+        lines.append(verdict(ratio, "the plan", "the same with equal shares", steps))
     return lines
 
 

@@ -58,6 +58,8 @@ class BatchShare:
         parts = []
         for number in range(start // rows, -(-stop // rows)):
             leaves, whole = self._leaves(number)
+            if _count(leaves) != rows:
+                raise self._problem(f"a batch of {_count(leaves)} samples after one of {rows}")
             parts.append((leaves, whole, slice(max(0, start - number * rows), min(rows, stop - number * rows))))
         return self._joined(parts, rows)
 
@@ -65,13 +67,13 @@ class BatchShare:
     def _rows(self) -> int:
         """Samples of a batch of the job, of which two are looked at."""
         two = [self._leaves(number) for number in range(2)]
-        rows = next((leaf.shape[0] for leaf in two[0][0] if isinstance(leaf, Tensor) and leaf.dim()), 0)
+        rows = _count(two[0][0])
         if self.samples not in (None, rows):
             raise self._problem(f"{self.samples} samples in tensors of {rows} rows")
         if not rows:
             raise self._problem("no tensor with rows")
         self._joined([(*one, slice(None)) for one in two], rows)
-        return int(rows)
+        return rows
 
     def _leaves(self, number: int) -> tuple[list[Any], Any]:
         """Return the leaves of a batch in the sequence of all ranks' batches, and the batch."""
@@ -110,6 +112,11 @@ class BatchShare:
 def _is_leaf(value: Any) -> bool:
     nested = isinstance(value, MutableMapping | list | tuple) or (is_dataclass(value) and not isinstance(value, type))
     return not nested
+
+
+def _count(leaves: Sequence[Any]) -> int:
+    """Return the first dimension of the first tensor; 0 where there is none."""
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:

@@ -69,7 +69,7 @@ class BuiltJob:
         return self.job.model
 
     def sharing(self, shares: Mapping[str, int] | None) -> BuiltJob:
-        """Return the job with batches by a plan's shares; those of other ranks change nothing: `attach` refuses them."""
+        """Return the job with batches by a plan's shares; where they are of other ranks `attach` refuses the plan."""
         rank = this_rank()
         if shares is None or str(rank) not in shares:
             return replace(self, share=None)
