@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from planner.comparison.measure import Measured, Record, VariantRunner, measure_all
+from planner.comparison.measure import (
+    LEAST_CLEAR_ROUNDS,
+    LEAST_ROUNDS,
+    Measured,
+    Record,
+    VariantRunner,
+    measure_all,
+)
 from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import (
     DDP,
@@ -101,6 +108,8 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         least_s = sum(each.least_s for each in blocks)
         if ddp.brief:  # whose bucket sizes are not looked for
             return max(1.0, BRIEF_SHARE * left_s / least_s)
+        if asked.only_default:  # nor here, and rounds have half of the minutes
+            return max(1.0, ROUNDS_SHARE * left_s / least_s * LEAST_ROUNDS / LEAST_CLEAR_ROUNDS)
         return max(1.0, ROUNDS_SHARE * left_s / (least_s + ddp.least_s))  # DDP's best size, too
 
     def decide(self) -> Decided[BucketVariant]:
@@ -209,12 +218,13 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
     def rounds(self, decided: Decided[BucketVariant], started_s: float) -> tuple[Rounds, Decided[BucketVariant]]:
         """Return the rounds that fit into the minutes, as `Rehearser.rounds`.
 
-        If DDP's default alone is compared, they get half of the minutes, however long a busy machine took until here.
+        If DDP's default alone is compared, they get half of the minutes, however long a busy machine took until here,
+        and end when the plan's ratio to it, or to equal shares, is known.
         """
         if not self.asked.only_default:
             return super().rounds(decided, started_s)
         rounds, decided = super().rounds(decided, max(started_s, time.time() - 30.0 * self.asked.minutes))
-        return replace(rounds, clear=(PLAN, DDP)), decided
+        return replace(rounds, clear=(PLAN, DDP if self.asked.global_batch is None else EQUAL_SHARES)), decided
 
     def _batch_factor(self, shares: Mapping[str, int] | None) -> float:
         """Return the time of forward and backward of this rank with its share over that with an equal one."""
