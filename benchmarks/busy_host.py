@@ -1,8 +1,8 @@
 """Real training on two emulated hosts, one of whose cores is busy half of the time: equal against planned shares.
 
 Each host has one core. On the second one another process computes for half of each `PERIOD_S`, before whatever else
-runs there. Ranks profile the job as it then is, plan shares by that, compare both in interleaved blocks, and train the job
-by each, whose losses have to be the same: those of all samples, and gradients are weighed.
+runs there. Ranks profile the job as it then is, plan shares by that, compare both in interleaved blocks, and train the
+job by each: losses of all samples have to be the same, for gradients are weighed.
 """
 
 from __future__ import annotations

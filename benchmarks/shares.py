@@ -2,7 +2,7 @@
 
     python -m benchmarks.shares --write                      # rehearsals that benchmarks/results/shares.jsonl lacks
     python -m benchmarks.shares --only vgg16 --minutes 3
-    python -m benchmarks.shares --busy --write               # real training on two hosts, one with a busy core
+    python -m benchmarks.shares --busy --minutes 4 --write   # real training on two hosts, one with a busy core
 
 Needs root, and a machine that does nothing else. Each cell is one `planner rehearse --global-batch`, whose blocks are
 interleaved. Profiles of the catalogue do not say their batch: it is taken to have `BATCH` samples, all of whose time
@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
     parser.add_argument("--only", default="", help="cells with this in their names")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each cell")
+    parser.add_argument("--minutes", type=float, default=2.5, help="of each cell")
     parser.add_argument("--busy", action="store_true", help="real training in place of the rehearsals")
     parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
