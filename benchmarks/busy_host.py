@@ -65,7 +65,7 @@ class Seen:
 
 
 def job() -> TrainingJob:
-    """Convolutions without statistics of their batches, which shares would change; labels are by color."""
+    """Return a job of convolutions without statistics of their batches, which shares would change."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32), (32, 32)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]

@@ -45,7 +45,7 @@ class LearnedJob(Trained):
         return nullcontext()
 
     def share(self, shares: Mapping[str, int] | None) -> Callable[[], float] | None:
-        """See `Trained.share`."""
+        """Train by shares from the next batch on; see `Trained.share`."""
         self._shared = self._built.sharing(shares)
         return self._shared.weight
 

@@ -65,7 +65,7 @@ class BatchShare:
 
     @cached_property
     def _rows(self) -> int:
-        """Samples of a batch of the job, of which two are looked at."""
+        """Return the number of samples of a batch of the job, of which two are looked at."""
         two = [self._leaves(number) for number in range(2)]
         rows = _count(two[0][0])
         if self.samples not in (None, rows):

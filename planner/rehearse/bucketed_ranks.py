@@ -257,7 +257,7 @@ class RehearsedJob(TrainedJob):
         super().__init__(built)
 
     def share(self, shares: Mapping[str, int] | None) -> Callable[[], float] | None:
-        """See `Trained.share`."""
+        """Train by shares from the next batch on; see `Trained.share`."""
         super().share(None)
         assert isinstance(self.model, AcceleratedModel)
         self.model.batch_factor = self._batch_factor(shares)
