@@ -213,8 +213,8 @@ def residuals_keep_what_is_not_sent() -> float:
     sent, given, unit = torch.zeros(()), torch.zeros(()), 0.0
 
     def flat(of: Sequence[Tensor | None]) -> Tensor:
-        like = model.parameters()
-        return torch.cat([torch.zeros_like(p).flatten() if one is None else one.flatten() for one, p in zip(of, like, strict=True)])
+        pairs = zip(of, model.parameters(), strict=True)
+        return torch.cat([(torch.zeros_like(p) if one is None else one).flatten() for one, p in pairs])
 
     for step in range(5):
         counts = [len(samples(one, step)[0]) for one in range(ranks)]
