@@ -142,7 +142,7 @@ def _measure_buckets(asked: Compare, plan: Plan, where: RankOptions, rounds: Rou
     check_has_buckets(plan, asked.plan[0], "compare it with --parallel fsdp2")
     is_script, arguments, profile, problem = _read(asked)
     strategies = asked.strategies
-    lineup = make_lineup(plan, problem, strategies)
+    lineup = make_lineup(replace(plan, shares=None) if is_script else plan, problem, strategies)
     shown = not Flags.as_json
     if is_script:
         request = Asked(

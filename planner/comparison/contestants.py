@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant, make_lineup
+from planner.comparison.variants import (
+    DDP,
+    DDP_AGAIN,
+    EQUAL_SHARES,
+    NO_COMMUNICATION,
+    PLAN,
+    BucketVariant,
+    make_lineup,
+)
 from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Profile
@@ -71,13 +79,21 @@ def make_contestants(
             f"--plan: found plans for {' and '.join(map(str, sorted({*ranks.values()})))} ranks, expected all for one "
             f"number of ranks; compare those of each number by themselves"
         )
+    totals = {name: sum((plan.shares or {}).values()) for name, plan in plans.items()}
+    if len({*totals.values()}) > 1:
+        named = ", ".join(f"{total or 'none'} in {name}" for name, total in totals.items())
+        raise InputError(
+            f"--plan: found shares of unlike batches ({named}), expected as many samples in all, or none; compare them "
+            f"by themselves"
+        )
     found: dict[str, BucketVariant] = {}
     for name, plan in plans.items():
         for variant in make_lineup(plan, problem, strategies, hooks=()).variants:
-            if variant.kind != "no_communication":
+            if variant.name not in (NO_COMMUNICATION, EQUAL_SHARES):
                 named = name if variant.name == PLAN else variant.name
                 found.setdefault(named, variant.renamed(named))
-        found.setdefault(DDP_AGAIN, BucketVariant(name=DDP_AGAIN, kind="ddp", hook="rounding", exact=False))
+        again = BucketVariant(name=DDP_AGAIN, kind="ddp", hook="rounding", exact=False, shares=found[DDP].shares)
+        found.setdefault(DDP_AGAIN, again)
     first = (DDP, DDP_AGAIN)
     return [*(found[name] for name in first), *(one for name, one in found.items() if name not in first)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +33,7 @@ class LearnedJob(Trained):
         """Train a job from its batch number `first` on."""
         super().__init__(built.model)
         self.name, self._built, self._first = built.spec, built, first
+        self._shared = built
         self._prepared: tuple[int, Any] | None = None
 
     def optimizer(self) -> Optimizers:
@@ -42,10 +44,16 @@ class LearnedJob(Trained):
         """Keep nothing: no other contestant trains this model."""
         return nullcontext()
 
+    def share(self, shares: Mapping[str, int] | None) -> Callable[[], float] | None:
+        """Train by shares from the next batch on; see `Trained.share`."""
+        self._shared = self._built.sharing(shares)
+        return self._shared.weight
+
     def prepare(self, number: int) -> str:
-        """Make the batch of a step, and return a digest of it."""
-        batch = self._built.batch(self._first + number)
-        self._prepared = number, batch
+        """Make the batch of a step, and return a digest of the job's, which is the same with any shares."""
+        step = self._first + number
+        batch = self._built.batch(step)
+        self._prepared = number, batch if self._shared.share is None else self._shared.batch(step)
         return batch_digest(batch)
 
     def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
@@ -53,7 +61,8 @@ class LearnedJob(Trained):
         if self._prepared is None or self._prepared[0] != number:
             self.prepare(number)
         assert self._prepared is not None
-        return float(self._built.train(self._prepared[1], forward, optimizer))
+        loss = float(self._built.train(self._prepared[1], forward, optimizer))
+        return loss * self._shared.loss_factor
 
     def metric(self) -> float | None:
         """Return the job's metric, or None if it has none."""

@@ -162,7 +162,8 @@ class LearningRunner(Runner[BucketVariant]):
                 f"{self._source.name}: batch({step}, {rank}) differs between {first} and {name}, expected equal "
                 f"batches in every call, or losses cannot be compared: make it depend on (step, rank) alone"
             )
-        if start or loss is None or expected_loss is None or (variant.plan and variant.plan.rounds_weights):
+        other = variant.shares is not None or (variant.plan is not None and variant.plan.rounds_weights)
+        if start or loss is None or expected_loss is None or other:
             return None
         if not abs(loss - expected_loss) <= LOSS_TOLERANCE * max(abs(expected_loss), 1e-5) and loss == loss:
             return (

@@ -6,7 +6,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -276,7 +276,11 @@ class VariantRunner(Runner[BucketVariant]):
 
     @contextmanager
     def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
-        """Yield the module to call in place of the model, while gradients are sent as the variant says."""
+        """Yield the module to call in place of the model, while gradients are sent as the variant says.
+
+        Batches are by its shares.
+        """
+        weight = self.trained.share(variant.shares)
         if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
             if self.compiled is None:
@@ -299,7 +303,7 @@ class VariantRunner(Runner[BucketVariant]):
         else:
             plan = variant.plan
             assert plan is not None
-            session = self._attach(optimizer, plan)
+            session = self._attach(optimizer, plan, weight)
             self.trained.no_sync = session.no_sync
             try:
                 yield self.model
@@ -309,12 +313,12 @@ class VariantRunner(Runner[BucketVariant]):
                 self.trained.no_sync = nullcontext
                 session.detach()
 
-    def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
-        share = None if plan.shares is None else float(plan.shares[str(self.world.rank)])
+    def _attach(
+        self, optimizer: Optimizers | None, plan: Plan, weight: Callable[[], float] | None = None
+    ) -> Session:  # fmt: skip
         return runtime.attach(
             self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, drift=False,
-            guard=False, weight=None if share is None else lambda: share,
-            compile=self.trained.compile,
+            guard=False, weight=weight, compile=self.trained.compile,
         )  # fmt: skip
 
     def _wrap(self, variant: BucketVariant) -> DistributedDataParallel:
@@ -377,7 +381,7 @@ class VariantRunner(Runner[BucketVariant]):
         The first exchange of a new group takes a quarter longer: it is left out, unless it is long (`brief`).
         """
         # Of a sharded step messages are the halves of all-reduces; norms and operators belong to optimizers.
-        session = self._attach(None, replace(plan, updates=None, shares=None))
+        session = self._attach(None, replace(plan, updates=None))
         try:
             # Long steps have little warm-up.
             repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)

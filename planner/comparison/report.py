@@ -19,7 +19,7 @@ from planner.comparison.statistics import (
     step_values,
     verdict,
 )
-from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN, Variant
+from planner.comparison.variants import BEST_DDP, DDP, EQUAL_SHARES, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
 from planner.report.listing import Listing, make_console, print_tables
 from runtime.monitor.verdict import cause_of_error
@@ -272,6 +272,9 @@ def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) ->
         fastest = min(lossy, key=lambda name: float(np.median(values[name])))
         ratio = ratio_interval(values[PLAN], values[fastest])
         lines.append(verdict(ratio, "the plan", f"{fastest}, which is not exact", steps))
+    if EQUAL_SHARES in values:
+        ratio = ratio_interval(values[PLAN], values[EQUAL_SHARES])
+        lines.append(verdict(ratio, "the plan", "the same with equal shares", steps))
     return lines
 
 

@@ -145,12 +145,14 @@ def compare(
         joined(session._world.group, asked.timeout_s) as world,
     ):
         bench = Bench(world, session._device, Progress(asked.show_progress and world.rank == 0))
+        # Batches are the script's, which has its share from the session.
         if asked.learn is None:
-            lineup = make_lineup(asked.plan, problem, asked.strategies)
+            lineup = make_lineup(replace(asked.plan, shares=None), problem, asked.strategies)
             mine = measure_all(VariantRunner(trained, bench, asked.timeout_s), lineup, asked.rounds)
             comparison = summarize(world.gather(mine, "collecting what ranks measured"))
         else:
-            contestants = make_contestants(asked.plans, problem, asked.strategies)
+            plans = {name: replace(one, shares=None) for name, one in asked.plans.items()}
+            contestants = make_contestants(plans, problem, asked.strategies)
             predicted = predicted_on(asked.learn.on, asked.profile, contestants)
             learnt = learn_all(
                 ScriptSource(trained, bench, asked.timeout_s, asked.learn.steps), contestants, asked.learn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,12 @@ class Trained:
         """Restore everything that steps change, on leaving."""
         return preserved(self.model, each_of(optimizer))
 
+    def share(self, shares: Mapping[str, int] | None) -> Callable[[], float] | None:
+        """Train by batches of these shares of a step's samples from now on, where planner makes them; return what gives
+        their weight, None: all ranks weigh alike. `shares`: by rank; None: batches stay as they are.
+        """
+        return None
+
     def optimizer(self) -> Optimizers:
         """Return the optimizer of the block that begins."""
         raise NotImplementedError
@@ -68,7 +74,17 @@ class TrainedJob(Trained):
     def __init__(self, built: BuiltJob) -> None:
         super().__init__(built.model)
         self.name, self._built, self.compile = built.spec, built, built.job.compile
-        self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
+        self._kept: dict[tuple[int, ...], list[Any]] = {}
+        """Batches by shares; without any for none."""
+        self.share(None)
+
+    def share(self, shares: Mapping[str, int] | None) -> Callable[[], float] | None:
+        """See `Trained.share`; batches are made now, unless there are some."""
+        self._built, key = self._built.sharing(shares), tuple((shares or {}).values())
+        if key not in self._kept:
+            self._kept[key] = [self._built.batch(step) for step in range(KEPT_BATCHES)]
+        self._batches = self._kept[key]
+        return self._built.weight
 
     def optimizer(self) -> Optimizers:
         """Make the job's optimizers."""

@@ -6,7 +6,7 @@ Wrappings for FSDP2 are in `planner.comparison.wrappings`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -68,6 +68,8 @@ class BucketVariant(Variant):
     """Whether its gradients are DDP's, so that its losses have to be."""
     given: bool = False
     """Whether its plan is a file of the user's, in place of a strategy's."""
+    shares: Mapping[str, int] | None = None
+    """Samples of each rank in a step, by rank; None: batches are as the job has them."""
 
     @property
     def predicted(self) -> Prediction | None:
@@ -185,7 +187,27 @@ def make_lineup(
         _refuse_updaters(f"--strategy {name}", made)
         found.append(_of_plan(name, made))
     caps = [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
-    return Lineup([*found, replace(_of_plan(PLAN, plan), given=True)], caps)
+    given = replace(_of_plan(PLAN, plan), given=True)
+    if plan.shares is None:
+        return Lineup([*found, given], caps)
+    equal = _equal_shares(plan.shares)
+    baseline, *others = [*found, _of_plan(EQUAL_SHARES, plan)]
+    equals = [replace(one, shares=equal, predicted_us=None) for one in others]  # predictions are of the plan's shares
+    # Each rank's masks and statistics are of other samples than DDP's: `EQUAL_SHARES` is held against it.
+    shared = replace(given, shares=plan.shares, exact=False)
+    lineup = [replace(baseline, shares=plan.shares), *equals, shared]
+    return Lineup(lineup, [(cap, replace(one, shares=equal, predicted_us=None)) for cap, one in caps])
+
+
+def _equal_shares(shares: Mapping[str, int]) -> dict[str, int]:
+    """Return equal shares of as many samples. Raises InputError: there are none."""
+    total, ranks = sum(shares.values()), len(shares)
+    if total % ranks:
+        raise InputError(
+            f"--plan: found shares of {total} samples, which {ranks} ranks of DDP cannot have equally; expected a "
+            f"multiple of {ranks}: plan with --global-batch {total - total % ranks or ranks}"
+        )
+    return dict.fromkeys(shares, total // ranks)
 
 
 def _of_plan(name: str, plan: Plan) -> BucketVariant:

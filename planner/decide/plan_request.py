@@ -83,6 +83,11 @@ class Request:
     def __post_init__(self) -> None:
         check_accuracy(self.accuracy)
         check_solver(self.solver, self.solver_limit)
+        if self.global_batch is not None and self.accuracy == "relaxed":
+            raise InputError(
+                "--accuracy relaxed: found it with --global-batch, whose shares count by weights of ranks, which "
+                "delays, outer steps and local updaters do not have; expected exact or bounded: leave one of them out"
+            )
         self._check_classes()
         self._check_interfaces()
 

@@ -179,6 +179,8 @@ def scaled_by(lr_schedule: LrSchedule, built: BuiltJob, ranks: int, *, blocks: b
     """Return the schedule scaled by the samples of rank 0's first batch, which are the same on all ranks."""
     if lr_schedule.scale_batch is None:
         return lr_schedule
+    if built.share is not None:
+        return lr_schedule.scaled(sum(built.share.shares.values()), 1, blocks=blocks)
     samples = built.job.batch_samples or batch_samples(built.batch_of(0, 0))
     return lr_schedule.scaled(samples, ranks, blocks=blocks)
 
@@ -220,7 +222,7 @@ def train_rank(
     if plan is not None and plan.local_async is not None:
         return train_rank_locally(spec, plan, course, device, timeout_s)
     steps, lr_schedule = course.steps, course.lr_schedule
-    built = build(spec, device)
+    built = build(spec, device).sharing(None if plan is None else plan.shares)
     schedules = []
     if lr_schedule != CONSTANT:
         scaled = scaled_by(lr_schedule, built, dist.get_world_size() if dist.is_initialized() else 1)

@@ -6,9 +6,9 @@ import hashlib
 import inspect
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import runtime
 from planner.frontend.call import map_leaves
+from planner.jobs.batch_share import BatchShare
 from planner.jobs.job import TrainingJob, described, load_job
 from planner.jobs.lr_schedule import LrSchedule
 from planner.profile.bench import synchronize
@@ -60,14 +61,35 @@ class BuiltJob:
     job: TrainingJob
     optimizer: Optimizers
     device: torch.device
+    share: BatchShare | None = None
+    """This rank's share of a step's samples; None: its batches are the job's."""
 
     @property
     def model(self) -> nn.Module:
         return self.job.model
 
+    def sharing(self, shares: Mapping[str, int] | None) -> BuiltJob:
+        """Return the job with batches by a plan's shares; where they are of other ranks `attach` refuses the plan."""
+        rank = this_rank()
+        if shares is None or str(rank) not in shares:
+            return replace(self, share=None)
+        where = f"{self.spec}: batch(step, rank)"
+        return replace(self, share=BatchShare(shares, rank, self.batch_of, where, self.job.batch_samples))
+
+    @property
+    def weight(self) -> Callable[[], float] | None:
+        """Return what gives the weight of this rank's batches, as `attach` takes it; None: all weigh alike."""
+        share = self.share
+        return None if share is None else lambda: share.weight
+
+    @property
+    def loss_factor(self) -> float:
+        """Return the factor by which losses of ranks have the loss of all samples as their mean."""
+        return 1.0 if self.share is None else self.share.factor
+
     def batch(self, step: int) -> Any:
         """Return this rank's batch of one step, on the device."""
-        return self.batch_of(step, this_rank())
+        return self.batch_of(step, this_rank()) if self.share is None else self.share.batch(step)
 
     def batch_of(self, step: int, rank: int) -> Any:
         """Return the batch of any rank."""
@@ -190,6 +212,7 @@ class RankRun:
 
     step_us: tuple[float, ...]
     losses: tuple[float, ...]
+    """Losses of all steps; with shares of the batch their mean over ranks is the loss of all samples."""
     weights_sha256: str
     report: str
     emulation: Emulation | None = None
@@ -230,8 +253,9 @@ class Trainer:
         self.session = None
         if plan is not None:
             self.session = runtime.attach(
-                built.model, built.optimizer, plan, timeout_s=timeout_s, compile=built.job.compile
-            )
+                built.model, built.optimizer, plan, timeout_s=timeout_s, compile=built.job.compile,
+                weight=built.weight,
+            )  # fmt: skip
         self._model: nn.Module = built.model
         # Made after the model and released after it: if DDP is the last owner of a group, it takes it down without
         # letting other threads run, and waits for the group's thread, which may wait for that.
@@ -256,7 +280,7 @@ class Trainer:
         loss = built.train(batch, self._model)
         synchronize(built.device)
         self.step_us.append((time.perf_counter() - start) * 1e6)
-        self.losses.append(float(loss))
+        self.losses.append(float(loss) * built.loss_factor)
 
     def close(self) -> RankRun:
         """End the run; all ranks must call this. The hash is of the weights that they share, also with a delay."""

@@ -254,7 +254,8 @@ def ask_plan(
 ) -> AskedPlan:  # fmt: skip
     """Return a rehearsal of a plan with buckets. Raises InputError if an option is wrong."""
     checked = check_accuracy(accuracy)
-    Request(profile=target.profile, accuracy=checked, compress=compress)  # refuses what does not go with that accuracy
+    # Refuses what does not go with that accuracy.
+    Request(profile=target.profile, accuracy=checked, compress=compress, global_batch=global_batch)
     profile = replace(on_accelerator(_as_rehearsed(target.profile), target.cluster), cluster=None)
     if global_batch is not None:
         choose_shares(profile, target.cluster, global_batch)  # refuses what ranks cannot share

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from planner.comparison.measure import Measured, Record, VariantRunner, measure_all
+from planner.comparison.measure import (
+    LEAST_CLEAR_ROUNDS,
+    LEAST_ROUNDS,
+    Measured,
+    Record,
+    VariantRunner,
+    measure_all,
+)
 from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import (
     DDP,
@@ -103,6 +108,8 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         least_s = sum(each.least_s for each in blocks)
         if ddp.brief:  # whose bucket sizes are not looked for
             return max(1.0, BRIEF_SHARE * left_s / least_s)
+        if asked.only_default:  # nor here, and rounds have half of the minutes
+            return max(1.0, ROUNDS_SHARE * left_s / least_s * LEAST_ROUNDS / LEAST_CLEAR_ROUNDS)
         return max(1.0, ROUNDS_SHARE * left_s / (least_s + ddp.least_s))  # DDP's best size, too
 
     def decide(self) -> Decided[BucketVariant]:
@@ -182,7 +189,8 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
             *others, equal = others
             others.append(replace(equal, name=EQUAL_SHARES, given=False))
             # Its gradients are those of other samples.
-            others.append(replace(equal, plan=plan, predicted_us=plan.predicted.iteration_us, exact=False))
+            predicted_us, shares = plan.predicted.iteration_us, chosen.shares
+            others.append(replace(equal, plan=plan, predicted_us=predicted_us, exact=False, shares=shares))
             constants[PLAN] = make_problem(chosen.profile, asked.links, where=asked.name)
         made = [replace(baseline, predicted_us=(baseline.predicted_us or 0.0) - last_us + usual_us), *others]
         everything = [*made, *(variant for _, variant in lineup.caps)]
@@ -210,19 +218,20 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
     def rounds(self, decided: Decided[BucketVariant], started_s: float) -> tuple[Rounds, Decided[BucketVariant]]:
         """Return the rounds that fit into the minutes, as `Rehearser.rounds`.
 
-        If DDP's default alone is compared, they get half of the minutes, however long a busy machine took until here.
+        If DDP's default alone is compared, they get half of the minutes, however long a busy machine took until here,
+        and end when the plan's ratio to it, or to equal shares, is known.
         """
         if not self.asked.only_default:
             return super().rounds(decided, started_s)
         rounds, decided = super().rounds(decided, max(started_s, time.time() - 30.0 * self.asked.minutes))
-        return replace(rounds, clear=(PLAN, DDP)), decided
+        return replace(rounds, clear=(PLAN, DDP if self.asked.global_batch is None else EQUAL_SHARES)), decided
 
-    def _batch_factor(self, plan: Plan | None) -> float:
-        """Return the time of forward and backward of this rank with a plan over that with an equal share."""
+    def _batch_factor(self, shares: Mapping[str, int] | None) -> float:
+        """Return the time of forward and backward of this rank with its share over that with an equal one."""
         asked, rank = self.asked, self.world.rank
-        if plan is None or plan.shares is None:
+        if shares is None:
             return 1.0
-        batch = asked.equal_batch * plan.shares[str(rank)] * asked.cluster.ranks / sum(plan.shares.values())
+        batch = asked.equal_batch * shares[str(rank)] * asked.cluster.ranks / sum(shares.values())
         mine = on_rank(asked.profile, asked.cluster, rank, batch).compute
         return (mine.step_us - mine.update_us) / (self._own.step_us - self._own.update_us)
 
@@ -232,12 +241,27 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
             self.world.broadcast([*self._model.parameters()])
         torch.manual_seed(SEED + 1 + self.world.rank)
         hold_links = partial(ranks.pace, links_of(self.asked.cluster), self.scale)
-        runner = RehearsalRunner(
-            TrainedJob(self._built), self.bench, self.scale, self._model, hold_links, self._batch_factor
-        )
+        trained = RehearsedJob(self._built, self._batch_factor)
+        runner = RehearsalRunner(trained, self.bench, self.scale, self._model, hold_links)
         measured = measure_all(runner, Lineup(decided.variants, decided.caps), rounds, SWEEP)
         late_us = {name: us / self.scale.dilate for name, us in runner.late_by_variant_us().items()}
         return measured, {"late_us": late_us}
+
+
+class RehearsedJob(TrainedJob):
+    """A job whose model waits for as long as this rank computes for its share; its batches hold nothing."""
+
+    def __init__(self, built: BuiltJob, batch_factor: Callable[[Mapping[str, int] | None], float]) -> None:
+        """`batch_factor` returns how the times of this rank's batch change with shares."""
+        self._batch_factor = batch_factor
+        super().__init__(built)
+
+    def share(self, shares: Mapping[str, int] | None) -> Callable[[], float] | None:
+        """Train by shares from the next batch on; see `Trained.share`."""
+        super().share(None)
+        assert isinstance(self.model, AcceleratedModel)
+        self.model.batch_factor = self._batch_factor(shares)
+        return None if shares is None else self._built.sharing(shares).weight
 
 
 class RehearsalRunner(VariantRunner):
@@ -245,14 +269,11 @@ class RehearsalRunner(VariantRunner):
 
     def __init__(
         self, trained: TrainedJob, bench: Bench, scale: Scale, model: AcceleratedModel,
-        hold_links: Callable[[], None], batch_factor: Callable[[Plan | None], float],
+        hold_links: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Measure a model; `hold_links` is called after new connections are made, to hold their rate, and
-        `batch_factor` returns how the times of this rank's batch change with a plan's shares.
-        """
+        """Measure a model; `hold_links` is called after new connections are made, to hold their rate."""
         super().__init__(trained, bench, ranks.TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
-        self._accelerated, self._accelerator, self._hold_links = model, model.device, hold_links
-        self._batch_factor = batch_factor
+        self._accelerator, self._hold_links = model.device, hold_links
         self._late_us: dict[str, list[float]] = {}
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:
@@ -263,16 +284,11 @@ class RehearsalRunner(VariantRunner):
         late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
         self._late_us.setdefault(record.variant.name, []).append(late_us)
 
-    @contextmanager
-    def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
-        """See `VariantRunner.communicating`; ranks compute for as long as their shares of the variant take."""
-        self._accelerated.batch_factor = self._batch_factor(variant.plan)
-        with super().communicating(variant, optimizer) as forward:
-            yield forward
-
-    def _attach(self, optimizer: Optimizers | None, plan: Plan) -> Session:
+    def _attach(
+        self, optimizer: Optimizers | None, plan: Plan, weight: Callable[[], float] | None = None
+    ) -> Session:  # fmt: skip
         """Attach a plan; selecting and unpacking are the accelerator's work, which begins with them."""
-        session = super()._attach(optimizer, plan)
+        session = super()._attach(optimizer, plan, weight)
         self._hold_links()
         if isinstance(feedback := session._exchange.carried, ErrorFeedbackState):
             for lossy in feedback.lossy.values():

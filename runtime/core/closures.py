@@ -42,7 +42,8 @@ class LossAveraging:
         def averaged() -> Any:
             loss = closure()
             total = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-            total = total.to(self._device) * self._weights.share / self._world.ranks
+            total, share = total.to(self._device), self._weights.share
+            total = total * share / self._world.ranks if share else torch.zeros_like(total)  # no NaN comes through
             try:
                 dist.all_reduce(total, group=self._world.group)
             except RuntimeError as error:

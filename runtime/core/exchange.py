@@ -241,9 +241,12 @@ class Exchange:
 
     def weighed(self, slot: Slot, gradient: Tensor) -> tuple[Tensor] | None:
         """Return a gradient times the weight of its backward, before it is added to `.grad`; None: it stays."""
-        assert self.launcher.rank_weights is not None
+        weights = self.launcher.rank_weights
+        assert weights is not None
+        if weights.accumulating and all(one.parameter.grad is None for one in self.slots):
+            weights.abort()  # the script has zeroed what it had accumulated, and begins again
         try:
-            factor = self.launcher.rank_weights.take()
+            factor = weights.take()
         except InputError:
             if self.launcher.weighted:  # else ranks have refused each other's weights alike
                 self.give_up()

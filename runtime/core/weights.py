@@ -60,6 +60,11 @@ class Weights:
         """True if ranks have agreed to weigh their gradients; equal on all ranks."""
         return self.unit is not None
 
+    @property
+    def accumulating(self) -> bool:
+        """True between two micro-batches of a step."""
+        return self.factor is None and self._micro_batches > 0
+
     def give(self, n: float) -> float:
         """Keep the weight of the next backward; return what counts. Raises InputError."""
         checked = check_weight(n, "session.weight")
@@ -93,7 +98,7 @@ class Weights:
         given, self._given = self._given, None
         if self.idle:
             return 0.0
-        if self._ask is not None:
+        if given is None and self._ask is not None:
             return check_weight(self._ask(), "attach(…, weight=…)")
         return self.default if given is None else given
 
@@ -197,7 +202,7 @@ class Weights:
         return self._sums[self._world.rank] * self._world.ranks / math.fsum(self._sums)
 
     def abort(self) -> None:
-        """Forget the micro-batches of a backward that an exception ended."""
+        """Forget the micro-batches of a step: an exception ended its backward, or the script has left it out."""
         self.factor, self._sum, self._micro_batches = None, 0.0, 0
 
     def state(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,14 @@ from torch.utils.data import DataLoader
 
 import planner
 from planner import TrainingJob
+from planner.comparison.contestants import Learn, make_contestants
+from planner.comparison.learning import learn_rank
+from planner.comparison.measure import compare_rank
+from planner.comparison.variants import Rounds, make_lineup
 from planner.documents.profile import Cluster, ComputeProfile, Gradient, Link, Profile, ProfileWorld
-from planner.jobs.on_rank import profile_rank, with_batches
-from planner.jobs.training import build
+from planner.jobs.lr_schedule import Course
+from planner.jobs.on_rank import profile_rank, train_rank, with_batches
+from planner.jobs.training import Trainer, build
 from planner.profile.bench import Progress
 from planner.profile.request import Request
 from runtime.errors import InputError
@@ -24,7 +30,7 @@ from runtime.plan import ModelReference, Plan
 
 FIXED_S, SAMPLE_S = 6e-3, (1e-3, 2e-3)
 """Seconds of a step, and by rank of a sample."""
-GLOBAL_BATCH = 24
+GLOBAL_BATCH, STEPS = 24, 5
 PASS_BATCH, PASSES, TIMES_US = 12, 3, (30.0, 60.0)
 """Batch and number of passes, and times of ranks that have been compared when the last one begins."""
 
@@ -62,6 +68,56 @@ def job() -> TrainingJob:
         model=model(), loss=loss, batch=lambda step, rank: (x[:16], y[:16]),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     )  # fmt: skip
+
+
+def drawn(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Eight samples of one step and rank."""
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+    return rows[:, :4], rows[:, 4:]
+
+
+def drawing_job() -> TrainingJob:
+    """A job whose batches differ by step and rank."""
+    torch.manual_seed(0)
+    return TrainingJob(
+        model=nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), loss=loss, batch=drawn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )  # fmt: skip
+
+
+def jobs_batches_follow(shares: tuple[int, int]) -> dict[str, Any]:
+    """`planner run` and `planner compare` by a plan with shares; and one process that takes all samples in order."""
+    spec = f"{__file__}:drawing_job"
+    alone = build(spec, "cpu")
+    samples = [torch.cat(part) for part in zip(*(drawn(*divmod(one, 2)) for one in range(40)), strict=True)]
+    losses, total = [], sum(shares)
+    for step in range(STEPS):
+        losses.append(float(alone.train(tuple(part[step * total : (step + 1) * total] for part in samples))))
+    planned = {str(rank): share for rank, share in enumerate(shares)}
+    plan = plan_of(build(spec, "cpu").model, 2, shares=planned)
+    run = train_rank(spec, plan, Course(STEPS), "cpu", False)
+    lineup, rounds = make_lineup(plan, None, (), hooks=()), Rounds(count=2, steps=1)
+    seen = compare_rank(spec, replace(lineup, caps=()), rounds, "cpu", False)
+    learn = Learn(steps=10, seeds=1)
+    learnt = learn_rank(spec, make_contestants({"plan": plan}, None, ()), learn, "cpu", False)
+    return {
+        "same weights": run.weights_sha256,
+        "apart": max(
+            float((a - b).abs().max()) for a, b in zip(_weights(spec, plan), alone.model.parameters(), strict=True)
+        ),
+        "losses": (run.losses, losses),
+        "measured": seen,
+        "learnt": learnt,
+    }
+
+
+def _weights(spec: str, plan: Plan) -> list[Tensor]:
+    built = build(spec, "cpu").sharing(plan.shares)
+    trainer = Trainer(built, plan)
+    for step in range(STEPS):
+        trainer.step(built.batch(step))
+    trainer.close()
+    return [one.detach() for one in built.model.parameters()]
 
 
 def profiled_and_trained(whole: bool) -> dict[str, Any]:

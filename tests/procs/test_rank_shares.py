@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import share_checks
 
+from planner.comparison.contestants import Learn
+from planner.comparison.learned import summarize_learned
+from planner.comparison.report import summarize
 from planner.jobs.launch import LocalWorld, run_ranks
 
 REFUSED = (
@@ -27,6 +30,21 @@ def test_a_profile_gives_shares_that_train_as_one_process(whole: bool) -> None:
     assert sum(plan.shares.values()) == share_checks.GLOBAL_BATCH
     assert plan.shares["0"] == pytest.approx(2 * plan.shares["1"], abs=3)
     assert max(found["apart"], other["apart"]) < 1e-12
+
+
+@pytest.mark.parametrize("shares", [(11, 5), (6, 18)])
+def test_batches_of_jobs_follow_the_shares_of_a_plan(shares: tuple[int, int]) -> None:
+    """In `planner run` and `planner compare`, with and without --learn; of as many samples as without, or of more."""
+    ranks = run_ranks(LocalWorld(ranks=2), share_checks.jobs_batches_follow, shares)
+    assert max(one["apart"] for one in ranks) < 1e-12
+    assert len({one["same weights"] for one in ranks}) == 1
+    (first, expected), (second, _) = (one["losses"] for one in ranks)
+    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(expected, rel=1e-12)
+    found = {row.name: row for row in summarize([one["measured"] for one in ranks]).rows}
+    assert (found["plan:equal"].same_training, found["plan"].same_training) == (True, None)
+    assert all(row.failure is None for row in found.values())
+    learnt = summarize_learned([one["learnt"] for one in ranks], Learn(steps=10, seeds=1))
+    assert learnt.rows[-1].against_ddp == pytest.approx(0.0, abs=1e-9)
 
 
 def test_shares_follow_measured_times_from_pass_to_pass() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import weight_checks
+import weight_lives_checks
 
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.plan.transports import TRANSPORTS
@@ -114,3 +115,9 @@ def test_a_script_that_stops_early_ends_with_an_error_before_the_deadline() -> N
     first, *others = run_ranks(LocalWorld(ranks=2), weight_checks.stops_early)
     assert first == "nothing at once"
     assert all(one.startswith("CommunicationError: ") and one.endswith("at once") for one in others), others
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_hard_scripts_end_with_the_weights_of_one_process(ranks: int) -> None:
+    for found in run_ranks(LocalWorld(ranks=ranks), weight_lives_checks.all_lives):
+        assert all(difference < 1e-12 for difference in found.values()), found

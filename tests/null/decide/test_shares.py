@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import planner
+from planner.comparison.variants import make_lineup
 from planner.decide.batch_shares import choose_shares
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Layer, Link, OptimizerProfile, Profile, RankCompute
@@ -74,6 +75,11 @@ def test_what_ranks_cannot_share_is_refused() -> None:
     nameless = replace(profile(), world=replace(profile().world, batch_per_rank=None))
     with pytest.raises(InputError, match=r"--global-batch: found a profile without world.batch_per_rank"):
         planner.optimize(nameless, cluster(), global_batch=64)
+    with pytest.raises(InputError, match="--accuracy relaxed: found it with --global-batch"):
+        planner.optimize(profile(), cluster(), global_batch=64, accuracy="relaxed")
+    odd = planner.optimize(profile(), cluster(), global_batch=65)
+    with pytest.raises(InputError, match="found shares of 65 samples, which 4 ranks of DDP cannot have equally"):
+        make_lineup(odd, None, ())
     plan = planner.optimize(profile(), cluster(), global_batch=64).to_document()
     with pytest.raises(InputError, match=r"\.shares: found shares of 1 ranks, expected one for each of 0 to 3"):
         parse_plan({**plan, "shares": {"0": 64}})
