@@ -35,7 +35,7 @@ from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_a
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
-from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of, whole_of
+from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import OUTER
 from runtime.sparse.layout import make_lossy
@@ -467,15 +467,8 @@ class Outer(Mode, StepHooks):
         own = states[rank if len(states) == ranks else 0]
         for index, one in enumerate(self._rounds):
             for number, anchor in enumerate(one.anchors):
-                parts = [state["anchors"][index][number] for state in ([own] if same else states)]
-                for key, tensor in anchor.tensors().items():
-                    whole = whole_of(parts, key, same or anchor.ranks == 1)
-                    if not same and anchor.ranks > 1:
-                        whole = nn.functional.pad(
-                            whole[: anchor.numel], (0, anchor.ranks * anchor.share - anchor.numel)
-                        )
-                        whole = anchor.own(whole)
-                    tensor.copy_(whole)
+                parts = [state["anchors"][index][number] for state in states]
+                anchor.load(own["anchors"][index][number], None if same else parts)
         for one, residuals in zip(self._rounds, own["residuals"], strict=True):
             one.load(residuals)
         if not same:

@@ -26,6 +26,7 @@ from runtime.modes.distance_guard import DistanceGuard
 from runtime.outer.anchors import Anchor
 from runtime.plan import OuterOptimizer
 from runtime.sparse.compressed import CompressedBucket
+from runtime.sparse.narrowing import TwoShots
 from runtime.sparse.residuals import ErrorFeedbackState
 
 Parameters = Mapping[str, nn.Parameter]
@@ -132,10 +133,19 @@ class CompressedRound:
         self, bucket: BucketBuffer, lossy: CompressedBucket, parameters: Parameters, optimizer: OuterOptimizer,
         world: World, communicator: Communicator,
     ) -> None:  # fmt: skip
-        """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients."""
+        """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients.
+
+        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by.
+        """
         self._bucket, self._parameters, self._communicator = bucket, parameters, communicator
         (self._message,) = bucket.messages
-        self.anchors = [Anchor(self._message, 0, 1, optimizer)]
+        shots = lossy.encoding if isinstance(lossy.encoding, TwoShots) else None
+        if shots is None:  # every worker adds up all of it
+            anchor = Anchor(self._message, 0, 1, optimizer, whole=True)
+        else:
+            anchor = Anchor(self._message, world.rank, world.ranks, optimizer, shots.share, whole=True)
+            shots.movement = anchor.movement
+        self.anchors, self._moves = [anchor], shots is not None
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
         self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
         self._hold(held=False)
@@ -169,7 +179,11 @@ class CompressedRound:
             return  # it has been completed
         self._feedback.settle(lambda _: self._communicator.wait(self._sent))
         (anchor,) = self.anchors
-        anchor.step(self._message.flat[: anchor.numel].to(anchor.weights.dtype))
+        received = self._message.flat[: anchor.numel].to(anchor.weights.dtype)
+        if self._moves:
+            anchor.weights.sub_(received)
+        else:
+            anchor.step(received)
         self._hold(held=False)
 
     def weights(self, *, keep: bool = False) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -52,6 +54,28 @@ def test_owners_take_the_outer_step_together() -> None:
         for part in parts:
             part.step(part.own(gradient))
         torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.detach(), rtol=0, atol=1e-15)
+
+
+def test_owners_part_of_a_whole_anchor_moves_as_all_of_it() -> None:
+    """Owners that have the momentum alone, and continue as another number of them, move weights as whole steps do."""
+    rule = OuterOptimizer(lr=0.7, momentum=0.9)
+    (bucket,) = make_plain_buckets(PLAN, PARAMETERS)
+    whole = Anchor(bucket.messages[0], 0, 1, rule, whole=True)
+    parts = [Anchor(bucket.messages[0], rank, 3, rule, 4, whole=True) for rank in range(3)]
+    for one in (whole, *parts):
+        one.take({name: parameter.detach() for name, parameter in PARAMETERS.items()})
+    for step in range(4):
+        gradient = torch.randn(whole.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        whole.step(gradient)
+        moved = torch.cat([one.movement(one.own(gradient)) for one in parts])
+        for one in parts:
+            one.weights.sub_(moved)
+            torch.testing.assert_close(one.weights, whole.weights, rtol=0, atol=1e-14)
+        if step == 1:
+            saved = [copy.deepcopy(one.tensors()) for one in parts]
+            parts = [Anchor(bucket.messages[0], rank, 2, rule, whole=True) for rank in range(2)]
+            for one in parts:
+                one.load(saved[0], saved)
 
 
 def test_the_mean_of_equal_tensors_is_the_tensor() -> None:
