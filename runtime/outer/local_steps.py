@@ -30,7 +30,7 @@ from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
-from runtime.errors import InputError
+from runtime.errors import CommunicationError, InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
 from runtime.outer.averages import average_optimizer, mean_over
@@ -38,9 +38,15 @@ from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, Dens
 from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import OUTER
+from runtime.sparse.compressed import all_finite
 from runtime.sparse.layout import make_lossy
 from runtime.sparse.residuals import ErrorFeedbackState, State
 from runtime.torch_compat import OUTSIDE, current_backward_id
+
+BLOCKS = (
+    "rounds of this plan block behind the step (outer.delay_steps 0, or every 1): where a worker leaves out its "
+    "optimizer's step, call session.wait_for_weights() in its place, or plan with delay_steps of 1 or more"
+)
 
 
 class WorkerResiduals(ErrorFeedbackState):
@@ -126,6 +132,8 @@ class Outer(Mode, StepHooks):
         self.spec = plan.outer
         self._stepped = 0
         """Number of optimizers' steps since the last exchange."""
+        self._exchanged = -1
+        """Number of steps at the last exchange of this session."""
         self.every = plan.outer.every
         """Local steps between two rounds of a fragment (H); fewer where workers are too far from each other."""
         self.distances = DistanceGuard(warns=host.world.rank == 0, taken="averaged")
@@ -172,7 +180,7 @@ class Outer(Mode, StepHooks):
             self._advance(self.host.step)
 
     def exchanged(self) -> None:
-        self._stepped = 0
+        self._stepped, self._exchanged = 0, self.host.step
         self._advance(self.host.step - 1)
 
     def _advance(self, step: int) -> None:
@@ -195,26 +203,81 @@ class Outer(Mode, StepHooks):
     def _outer_step(self, local: int) -> None:
         """Finish and launch the rounds of a local step, counted from 1."""
         assert self._fragments is not None
-        assert self._buffers is not None
-        last, late, reported = self._fragments[-1], min(self.spec.delay_steps, self.every - 1), None
+        reported = None
         for fragment in self._fragments:
-            if fragment.launched is not None and local >= fragment.launched + late:
+            launched = fragment.launched
+            if launched is not None and launched < local and local >= launched + self._late:
                 reported = self._finish(fragment)
-            # One in flight where H has been halved misses a turn.
-            if fragment.launched is None and local % self.every == fragment.first_step % self.every:
-                fragment.launch(local)
-                if fragment is last:
-                    self._buffers.launch(self.host.synced_buffers(), self._report)
-                if late == 0:
-                    reported = self._finish(fragment)
-        if reported is not None and self.host.options.guard:
+            self._launch(fragment, local)
+            if fragment.launched == local and self._late == 0:
+                reported = self._finish(fragment)
+        if reported is not None and self.every and self.host.options.guard:
             self._shorten(self.distances.judge(reported, self._done, self.every))
+
+    @property
+    def _late(self) -> int:
+        """Local steps that a round takes; 0: it blocks behind the step that launches it."""
+        return min(self.spec.delay_steps, max(0, self.every - 1))
+
+    def _launch(self, fragment: Fragment, local: int) -> None:
+        """Send a fragment if it is due behind a local step."""
+        assert self._fragments is not None
+        assert self._buffers is not None
+        if self._due(fragment, local):
+            fragment.launch(local)
+            if fragment is self._fragments[-1]:
+                self._buffers.launch(self.host.synced_buffers(), self._report)
+
+    def _due(self, fragment: Fragment, local: int) -> bool:
+        # One in flight where H has been halved misses a turn.
+        turn = self.every > 0 and local % self.every == fragment.first_step % self.every
+        return turn and fragment.launched is None
+
+    @torch.no_grad()
+    def _launch_early(self, *, overflowed: bool = False) -> None:
+        """Send what is due behind the last step, whose optimizer's is left out: nothing waits for it yet.
+
+        Args:
+            overflowed: only where no gradient is of use, as a GradScaler finds.
+        """
+        if self._fragments is None or self._begun is None or self._done >= self.host.step:
+            return
+        local = self.host.step - self._begun
+        if any(self._due(one, local) for one in self._fragments) and (not overflowed or self._overflows()):
+            for fragment in self._fragments:
+                self._launch(fragment, local)
+
+    def go_on(self) -> None:
+        """See `Mode.go_on`. Others, which block behind their steps, need not wait for a forward of this worker where it
+        is going to leave its step out.
+        """
+        super().go_on()
+        if self._late == 0:
+            self._launch_early(overflowed=True)
+
+    def _overflows(self) -> bool:
+        """Tell whether gradients of each optimizer are not finite."""
+        for optimizer in self.host.optimizers:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if not gradients or bool(torch.stack([all_finite(one) for one in gradients]).all()):
+                return False
+        return True
+
+    def wait_for_weights(self) -> None:
+        """See `StepHooks.wait_for_weights`: do what is due behind a step, also where the optimizer's is left out."""
+        if self._fragments is not None:
+            self._advance(self.host.step)
 
     def _finish(self, fragment: Fragment) -> Tensor | None:
         """End a round; return the distances of all workers, where they have come with it. Shape (workers, 3)."""
         assert self._fragments is not None
         assert self._buffers is not None
-        fragment.finish(self.spec.mix, self.distances)
+        try:
+            fragment.finish(self.spec.mix, self.distances)
+        except CommunicationError as error:
+            if self._late:
+                raise
+            raise CommunicationError(f"{error}; {BLOCKS}") from error
         if fragment is not self._fragments[-1]:
             return None
         reported = self._buffers.finish()
@@ -330,12 +393,12 @@ class Outer(Mode, StepHooks):
         self._release()
 
     def _settle_last_step(self) -> None:
-        """Let ranks whose optimizer has left out the last step send what others have sent behind it; where it is yet to
-        come on all ranks, average its gradients.
+        """Send what others may have sent behind the last step; where no rank's optimizer has taken it yet, average its
+        gradients.
         """
-        done = self.host.world.gather(self._done, "ending outer steps")
-        if max(done) == self.host.step:
-            self._advance(self.host.step)
+        self._advance(self.host.step)
+        pending = self._exchanged == self.host.step and not self._stepped
+        if not all(self.host.world.gather(pending, "ending outer steps")):
             return
         for parameter in self._parameters.values():
             gradients = self.host.world.gather(parameter.grad is not None, "ending outer steps")
@@ -385,6 +448,7 @@ class Outer(Mode, StepHooks):
             buffer.copy_(value)
 
     def close(self) -> None:
+        self._launch_early()  # others may wait for it
         self._release()
         if self._begun is not None:
             self._messages.leave()

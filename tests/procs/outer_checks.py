@@ -22,6 +22,7 @@ from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
+from runtime.errors import CommunicationError
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
@@ -435,6 +436,50 @@ def habits() -> dict[str, Any]:
     return found
 
 
+def left_out() -> dict[str, Any]:
+    """Rounds that block do not wait for the next forward of a worker that leaves its step out, which a script's own
+    collective, a switch or a detach may come before.
+    """
+    found: dict[str, Any] = {}
+    for way in ("overflow", "called", "switched", "detached"):
+        model, optimizer, session = started(plan_of(OuterSpec(every=2)), sgd)
+        for step in range(4):  # rounds behind the second and the last
+            left = step % 2 == 1 and dist.get_rank() == 0
+            optimizer.zero_grad()
+            loss = net_loss(model, dist.get_rank(), step)
+            (loss * (float("inf") if left and way == "overflow" else 1.0)).backward()
+            if not left:
+                optimizer.step()
+            elif way == "called":
+                session.wait_for_weights()
+            if way in ("overflow", "called"):
+                dist.all_reduce(loss.detach())
+        if way == "switched":
+            session.switch(plan_of(None))
+        elif way != "detached":
+            session.wait_for_weights()
+        session.detach()
+        found[way] = way == "detached" or same_everywhere(list(model.parameters()))
+    return found
+
+
+def waits_in_vain() -> dict[str, Any]:
+    """Where a script's own collective comes before what a worker that leaves its step out sends, others say so."""
+    model = Net()
+    optimizer = sgd(model)
+    runtime.attach(model, optimizer, plan_of(OuterSpec(every=1)), drift=False, timeout_s=2.0)
+    found = True
+    net_loss(model, dist.get_rank(), 0).backward()
+    if dist.get_rank():
+        try:
+            optimizer.step()
+            found = False
+        except CommunicationError as error:
+            found = "leaves out its optimizer's step, call session.wait_for_weights() in its place" in str(error)
+    dist.all_reduce(torch.zeros(1))
+    return {"what to do": found}
+
+
 class Normed(nn.Module):
     """With running statistics."""
 
@@ -478,6 +523,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         leaves_between_gradient_and_step,
         guarded,
         habits,
+        left_out,
         buffers,
     )
 }
