@@ -180,7 +180,7 @@ def memory() -> dict[str, Any]:
         with patch.object(wire, "CHUNK", 64):  # else a thread's memory to encode in is larger than this model
             plan = plan_of(replace(STREAMING, delay_steps=0, mix=0.0), compressor)
             model, optimizer, session = started(plan, adamw, model)
-            train(model, optimizer, range(9), single_loss)
+            train(model, optimizer, range(7), single_loss)
         copies = (live_bytes() - before) / size - 4.0  # weights, gradients and AdamW's two moments
         found[f"{name}: {copies:.3f} copies"] = 0.0 < copies <= most
         session.detach()
