@@ -2,8 +2,9 @@
 
 Legal for relaxed plans, where `outer` is allowed. For every period H and delay t, the merge search cuts layers into
 fragments, one bucket each, whose messages take least longer than t steps; t is the smallest number of steps whose step
-is within 0.2 % of the shortest. H is the smallest whose predicted step is within 2 % of one without communication, for fewer local steps harm
-less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of ranges of gradients.
+is within 0.2 % of the shortest. H is the smallest whose predicted step is within 2 % of one without communication, for
+fewer local steps harm less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of
+ranges of gradients.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
         f"communication",
-        f"{pluralize(len(mode.fragments), 'fragment')}, cut between layers by the merge search, taken {pluralize(mode.late, 'step')} "
-        f"later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
+        f"{pluralize(len(mode.fragments), 'fragment')}, cut between layers by the merge search, taken "
+        f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
         f"sent {codec}: {others}",
         f"the first {outer_steps.WARMUP_STEPS} steps are synchronous; outer lr 0.7 and momentum 0.9 are DiLoCo's",
     ]
