@@ -55,7 +55,7 @@ class Outer(Pass):
         if problem.ranks == 1:
             return Candidate(schedule=schedule, why_not="one rank alone has no other worker")
         if cluster.ranks_per_node > 1:
-            return Candidate(schedule=schedule, why_not="outer steps are between ranks, and here nodes have several")
+            return Candidate(schedule=schedule, why_not="outer steps: predicted between nodes of one rank alone")
         if now_us * (1.0 - GAIN) <= alone_us:
             return Candidate(
                 schedule=schedule,

@@ -1,8 +1,8 @@
 """Outer steps: workers train alone for some steps, and an outer optimizer moves the weights that they share.
 
     warm-up   synchronous steps by the plan's buckets, all of them dense
-    local     `.grad`s are a worker's own; behind local step s the fragments that are due leave (`runtime.outer.rounds`)
-              and t steps later a worker's weights are mixed with the new anchor
+    local     `.grad`s are a worker's own, or of a node's ranks; behind local step s the fragments that are due leave
+              (`runtime.outer.rounds`), and t steps later a worker's weights are mixed with the new anchor
 
 Local steps are counted by exchanges, which are the same on all ranks, not by optimizer's steps, which a GradScaler may
 leave out on some. What is due behind a step is done behind `optimizer.step()`, or where that was left out, before the
@@ -24,22 +24,24 @@ from torch import Tensor, nn
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
 from runtime.comm.collectives.direct import by_message, library_all_reduce
-from runtime.comm.communicator import NullCommunicator
+from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
+from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
-from runtime.core.buckets import make_plain_buckets
+from runtime.core.buckets import BucketBuffer, make_plain_buckets
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
+from runtime.core.usage import UsageFlags
 from runtime.errors import CommunicationError, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, check_workers, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
 from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of
-from runtime.plan import HINT, Plan
+from runtime.plan import Plan
 from runtime.plan.combinations import OUTER
 from runtime.sparse.compressed import all_finite
-from runtime.sparse.layout import make_lossy
+from runtime.sparse.layout import make_buckets, make_lossy
 from runtime.sparse.residuals import ErrorFeedbackState, State
 from runtime.torch_compat import OUTSIDE, current_backward_id
 
@@ -50,18 +52,18 @@ BLOCKS = (
 
 
 class WorkerResiduals(ErrorFeedbackState):
-    """Residuals of synchronous buckets, which follow with a worker's own gradients: whole, not times 1/ranks."""
+    """Residuals of synchronous buckets, which follow with a worker's own gradients: whole, not times 1/workers."""
 
-    ranks = 1
+    workers = 1
     """Number of workers."""
 
     def state(self) -> State:
-        """See `ErrorFeedback.state`: times 1/ranks, as synchronous steps have them."""
-        return self._scaled(super().state(), 1.0 / self.ranks)
+        """See `ErrorFeedback.state`: times 1/workers, as synchronous steps have them."""
+        return self._scaled(super().state(), 1.0 / self.workers)
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Load residuals of synchronous steps, times the number of ranks."""
-        super().load_state(self._scaled(state, float(self.ranks)), parameters)
+        """Load residuals of synchronous steps, times the number of workers."""
+        super().load_state(self._scaled(state, float(self.workers)), parameters)
 
     @staticmethod
     def _scaled(state: State, factor: float) -> State:
@@ -112,13 +114,7 @@ class Outer(Mode, StepHooks):
 
     @classmethod
     def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
-        nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
-        if nodes == ranks:
-            return None
-        return (
-            f"the plan has outer steps between {nodes} nodes of {ranks // nodes} ranks each; expected as many nodes as "
-            f"ranks, for a worker is one rank here: leave world.nodes out, or {HINT}"
-        )
+        return check_workers(plan, topology, cls.what)
 
     @property
     def synchronous_plan(self) -> Plan:
@@ -144,6 +140,8 @@ class Outer(Mode, StepHooks):
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._messages = host.world
         """Group of the rounds alone, in flight across steps: everything else goes through the session's own."""
+        self._node = World()
+        """The ranks of this worker: this rank, or those of its node."""
         self._fragments: list[Fragment] | None = None
         self._rounds: list[BucketRound] = []
         """Rounds of each bucket, in plan order."""
@@ -311,6 +309,8 @@ class Outer(Mode, StepHooks):
         """Let each worker have weights of its own after this number of steps, if all have memory for it."""
         host = self.host
         self._messages = host.world.split([range(host.world.ranks)])
+        if (self.plan.world.nodes or host.world.ranks) < host.world.ranks:
+            self._node = host.world.split(host.topology.nodes)
         warning = "the run stays synchronous: no memory for outer steps"
         exchange = make_on_all_ranks(self._lay_out, host.world, "beginning local steps", warning)
         if exchange is None:
@@ -321,11 +321,11 @@ class Outer(Mode, StepHooks):
         host.put(exchange)
 
     def _lay_out(self) -> Exchange:
-        """Make rounds and anchors of the present weights, and the exchange of local steps, which sends nothing."""
+        """Make rounds and anchors of the present weights, and the exchange of local steps, inside of a worker."""
         host, plan, ranks = self.host, self.plan, self.host.world.ranks
-        buckets = make_plain_buckets(plan, host.parameters)
+        buckets, flags, inside = self._buckets_inside()
         carried = WorkerResiduals(buckets, {}, host.options.loss_scale)
-        carried.ranks = ranks
+        carried.workers = ranks // self._node.ranks
         collectives = [by_message if bucket.dense else collective_of(bucket) for bucket in plan.buckets]
         communicator = make_communicator(
             self._messages, [*collectives, library_all_reduce], host.device, across_steps=True
@@ -361,8 +361,16 @@ class Outer(Mode, StepHooks):
             )
             for index in range(len(fragments))
         ]
-        launcher = AllReduce(buckets, None, NullCommunicator(), carried, host.recorder, exact=True)
+        launcher = AllReduce(buckets, flags, inside, carried, host.recorder, exact=True)
         return Exchange(self.synchronous_plan, host.parameters, buckets, launcher, carried, host.recorder)
+
+    def _buckets_inside(self) -> tuple[list[BucketBuffer], UsageFlags | None, Communicator]:
+        """Return the plan's buckets, dense, with what averages them over the ranks of this worker."""
+        plan, host, node = self.synchronous_plan, self.host, self._node
+        if node.ranks == 1:
+            return make_plain_buckets(plan, host.parameters), None, NullCommunicator()
+        buckets, flags, _ = make_buckets(plan, host.parameters, node.ranks)
+        return buckets, flags, make_communicator(node, [library_all_reduce] * len(buckets), host.device, host.world)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -452,6 +460,7 @@ class Outer(Mode, StepHooks):
         self._release()
         if self._begun is not None:
             self._messages.leave()
+            self._node.leave()
 
     def _release(self) -> None:
         """Free what local steps need but the group, which the backend's thread may hold until the session ends."""

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from delay_checks import Net, batch, net_loss
+from delay_workers_checks import nodes_of
 from findings import Difference
 from outer_reference import Reference
 from torch import Tensor, nn
@@ -186,6 +187,47 @@ def memory() -> dict[str, Any]:
         session.detach()
         del model, optimizer, session
     return found
+
+
+def nodes() -> dict[str, Any]:
+    """Where nodes are the workers, their ranks average gradients inside: rounds come to what the reference makes of
+    workers whose loss is that of both their ranks, also over a checkpoint; ranks of a node have one model.
+    """
+    found: dict[str, Any] = {}
+    rank, workers = dist.get_rank(), dist.get_world_size() // 2
+
+    def loss(model: nn.Module, worker: int, step: int) -> Tensor:
+        return (net_loss(model, 2 * worker, step) + net_loss(model, 2 * worker + 1, step)) / 2.0
+
+    with nodes_of(2) as world:
+        for name, spec in (("diloco", DILOCO), ("late", STREAMING)):
+            expected = Reference(Net, adamw, loss, workers, spec).begin().run(14)
+            model, optimizer, session = started(plan_of(spec, **world))
+            train(model, optimizer, range(8))
+            saved = copy.deepcopy((model.state_dict(), session.state_dict()))
+            session.detach()
+            model, optimizer, session = started(plan_of(spec, **world))
+            model.load_state_dict(saved[0])
+            session.load_state_dict(saved[1])
+            train(model, optimizer, range(8, 14))
+            found[name] = near(model.parameters(), expected.models[rank // 2].parameters())
+            session.switch(plan_of(None))
+            found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
+            session.detach()
+        model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
+        train(model, optimizer, range(9), single_loss)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in model.parameters()]))
+        found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
+        found["int8, between"] = not torch.equal(everyone[0], everyone[2])
+        session.detach()
+    return found
+
+
+def four_ranks() -> dict[str, Any]:
+    """What needs four ranks."""
+    torch.set_num_threads(1)
+    return memory() | nodes()
 
 
 def plain_averaging() -> dict[str, Any]:

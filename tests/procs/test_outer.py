@@ -40,8 +40,8 @@ def test_a_round_that_waits_in_vain_says_what_to_do() -> None:
         assert wrong(results) == {}, rank
 
 
-def test_memory_of_four_workers() -> None:
-    for rank, results in enumerate(run_ranks(LocalWorld(ranks=4), outer_checks.memory)):
+def test_memory_of_four_workers_and_two_nodes() -> None:
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=4), outer_checks.four_ranks)):
         assert wrong(results) == {}, rank
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from runtime.checks.plan import trainable_parameters
+from runtime.comm.topology import Topology
 from runtime.core.buckets import make_plain_buckets
 from runtime.outer.anchors import Anchor
 from runtime.outer.averages import mean_of
@@ -31,10 +33,12 @@ def test_optimizers_that_step_alone_are_wanted() -> None:
         assert "expected" in problem
 
 
-def test_workers_are_ranks() -> None:
-    problem = Outer.check_topology(PLAN, None)
+def test_nodes_are_workers_where_the_plan_says_so() -> None:
+    assert Outer.check_topology(PLAN, Topology(((0, 1), (2, 3)))) is None
+    assert Outer.check_topology(replace(PLAN, world=PlanWorld(ranks=4)), None) is None
+    problem = Outer.check_topology(PLAN, Topology(((0, 1, 2, 3),)))
     assert problem is not None
-    assert "between 2 nodes of 2 ranks each; expected as many nodes as ranks" in problem
+    assert "outer steps between 2 nodes, but found 1 nodes of 4 ranks; expected 2 of 2 ranks" in problem
 
 
 def test_owners_take_the_outer_step_together() -> None:
