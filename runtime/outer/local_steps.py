@@ -336,7 +336,9 @@ class Outer(Mode, StepHooks):
         for index, planned in enumerate(plan.buckets):
             made: BucketRound
             if planned.dense:
-                made = DenseRound(buckets[index], self._parameters, self.spec.optimizer, self.host.world, communicator)
+                made = DenseRound(
+                    buckets[index], self._parameters, self.spec.optimizer, host.world, communicator, self._peers()
+                )
             else:
                 own = compressed[index]
                 lossy = make_lossy(
@@ -363,6 +365,13 @@ class Outer(Mode, StepHooks):
         ]
         launcher = AllReduce(buckets, flags, inside, carried, host.recorder, exact=True)
         return Exchange(self.synchronous_plan, host.parameters, buckets, launcher, carried, host.recorder)
+
+    def _peers(self) -> Sequence[int]:
+        """Return a rank of each worker: those that have this rank's place on their nodes."""
+        rank, ranks = self.host.world.rank, self.host.world.ranks
+        if self._node.ranks == 1:
+            return range(ranks)
+        return next(peers for peers in self.host.topology.cross_node_groups if rank in peers)
 
     def _buckets_inside(self) -> tuple[list[BucketBuffer], UsageFlags | None, Communicator]:
         """Return the plan's buckets, dense, with what averages them over the ranks of this worker."""
