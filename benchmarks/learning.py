@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ RANKS = 2
 SEEDS = (0, 1, 2)
 CHECKED = 40
 """Batches of held-out text."""
+MUON_GPT = "characters, GPT, Muon"
+"""A task with two optimizers, which `tasks` does not return."""
 TIMEOUT_S = 300.0
 """Machines that are busy otherwise may leave a rank waiting."""
 
@@ -40,7 +42,8 @@ class Task:
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor]
     batch: Callable[[int, int], Any]
-    optimizer: Callable[[Iterable[Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[[Iterable[Parameter]], Any]
+    """Returns an optimizer, or several."""
     metric: Callable[[nn.Module], float]
     better: str
     """`higher` or `lower`."""
@@ -115,6 +118,21 @@ def tasks(scale: float = 1.0) -> list[Task]:
     ]  # fmt: skip
 
 
+def _muon(parameters: Iterable[Parameter]) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of CharLM that are no embeddings, which come first, and AdamW for the rest."""
+    embedding, position, *others = parameters
+    matrices = [p for p in others if p.ndim == 2]
+    rest = [embedding, position, *(p for p in others if p.ndim != 2)]
+    return [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0), torch.optim.AdamW(rest, lr=2e-3)]
+
+
+def task_of(name: str, scale: float = 1.0) -> Task:
+    """Return a task by its name."""
+    found = {task.name: task for task in tasks(scale)}
+    found[MUON_GPT] = replace(found["characters, GPT"], name=MUON_GPT, optimizer=_muon)
+    return found[name]
+
+
 def learn(
     task: Task,
     seed: int,
@@ -136,21 +154,25 @@ def learn(
     torch.manual_seed(seed)
     model = task.model()
     optimizer = task.optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    plan = make_plan(model, optimizer)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, task.steps) for one in optimizers]
+    plan = make_plan(model, optimizers[0])
     session = runtime.attach(
         model, optimizer, plan, drift=False, timeout_s=TIMEOUT_S, residual_unit=residual_unit
     )  # fmt: skip
     if then is not None:
         session.switch(then[1](model), at_step=round(then[0] * task.steps))
     for step in range(task.steps):
-        optimizer.zero_grad()
+        for one in optimizers:
+            one.zero_grad()
         here = task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank()))
         here.backward()
         if losses is not None:
             losses.append(float(here.detach()))
-        optimizer.step()
-        schedule.step()
+        for one in optimizers:
+            one.step()
+        for schedule in schedules:
+            schedule.step()
     return model, session
 
 
@@ -214,7 +236,7 @@ def _rank(
     results: Path | None,
 ) -> list[Run]:
     """Each run is kept as soon as it has ended."""
-    task = next(task for task in tasks(scale) if task.name == name)
+    task = task_of(name, scale)
     found = []
     for way in ways:
         found.append(train(task, seed, way))

@@ -1,9 +1,10 @@
 """Outer steps (DiLoCo): how seldom workers have to talk, for steps as long as without communication.
 
-Legal for relaxed plans, where `outer` is allowed. For every period H, fragments are cut from the gradients into parts
-of about equal bytes, one bucket each; the delay t is the smallest number of steps whose step is within 0.2 % of the
-shortest. H is the smallest whose predicted step is within 2 % of one without communication, for fewer local steps harm
-less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of ranges of gradients.
+Legal for relaxed plans, where `outer` is allowed. For every period H and delay t, the merge search cuts layers into
+fragments, one bucket each, whose messages take least longer than t steps; t is the smallest number of steps whose step
+is within 0.2 % of the shortest. H is the smallest whose predicted step is within 2 % of one without communication, for
+fewer local steps harm less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of
+ranges of gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Outer(Pass):
         if problem.ranks == 1:
             return Candidate(schedule=schedule, why_not="one rank alone has no other worker")
         if cluster.ranks_per_node > 1:
-            return Candidate(schedule=schedule, why_not="outer steps are between ranks, and here nodes have several")
+            return Candidate(schedule=schedule, why_not="outer steps: predicted between nodes of one rank alone")
         if now_us * (1.0 - GAIN) <= alone_us:
             return Candidate(
                 schedule=schedule,
@@ -118,8 +119,8 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
         f"communication",
-        f"{pluralize(len(mode.fragments), 'fragment')} of about equal bytes, taken {pluralize(mode.late, 'step')} "
-        f"later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
+        f"{pluralize(len(mode.fragments), 'fragment')}, cut between layers by the merge search, taken "
+        f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
         f"sent {codec}: {others}",
         f"the first {outer_steps.WARMUP_STEPS} steps are synchronous; outer lr 0.7 and momentum 0.9 are DiLoCo's",
     ]

@@ -102,6 +102,29 @@ def finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
     return finish_us, predecessor
 
 
+def merge_by_count(problem: MergeProblem, most: int) -> list[MergeSolution]:
+    """Return the optimal buckets of each number of them, from 1 to at most `most`.
+
+    Among optimal ones: the earliest last boundary, then the earliest one before it.
+    """
+    count = problem.count
+    most = min(most, count)
+    finish_us = np.full((most + 1, count + 1), np.inf)
+    finish_us[0, 0] = 0.0
+    predecessor = np.zeros((most + 1, count + 1), dtype=np.int64)
+    for i in range(1, count + 1):
+        candidates = np.maximum(finish_us[:-1, :i], problem.ready_us[i - 1]) + problem.cost_us(slice(0, i), i)
+        predecessor[1:, i] = candidates.argmin(axis=1)
+        finish_us[1:, i] = candidates.min(axis=1)
+    found = []
+    for number in range(1, most + 1):
+        walked = [count]
+        for left in range(number, 1, -1):
+            walked.append(int(predecessor[left, walked[-1]]))
+        found.append(MergeSolution(tuple(reversed(walked)), float(finish_us[number, count])))
+    return found
+
+
 def _fewest_buckets(problem: MergeProblem, finish_us: Floats, deadline_us: float, work: int) -> tuple[int, ...] | None:
     """Return the first, in the order among equals, of the schedules within the deadline; None if `work` ran out.
 

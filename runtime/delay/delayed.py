@@ -35,7 +35,7 @@ from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.errors import AccuracyWarning, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, check_workers, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, WINDOWS, DistanceGuard
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
@@ -126,18 +126,7 @@ class Delayed(Mode, StepHooks):
     @classmethod
     def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
         """See `Mode.check_topology`: the nodes that there are have to be the plan's workers."""
-        nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
-        if nodes == ranks:  # every rank is a worker, wherever it is
-            return None
-        if not isinstance(topology, Topology):
-            why = topology or "ranks have not agreed on their nodes; attach with this plan"
-            return f"the plan has a delay between {nodes} nodes, but {why}"
-        if topology.num_nodes == nodes:
-            return None
-        return (
-            f"the plan has a delay between {nodes} nodes, but found {topology}; expected {nodes} of {ranks // nodes} "
-            f"ranks: start so many, give a mesh, or make a plan for this cluster"
-        )
+        return check_workers(plan, topology, cls.what)
 
     @property
     def synchronous_plan(self) -> Plan:

@@ -357,6 +357,28 @@ def warn_of_scales(host: Host) -> None:
         )
 
 
+def check_workers(plan: Plan, topology: Topology | str | None, what: str) -> str | None:
+    """Return why the nodes that there are cannot be the plan's workers, or None: they can, or ranks are workers.
+
+    Args:
+        plan: has the number of nodes; as many as ranks, or none: every rank is a worker, wherever it is.
+        topology: ranks of each node, or the reason why they are not known.
+        what: what the plan has, in the message.
+    """
+    nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
+    if nodes == ranks:
+        return None
+    if not isinstance(topology, Topology):
+        why = topology or "ranks have not agreed on their nodes; attach with this plan"
+        return f"the plan has {what} between {nodes} nodes, but {why}"
+    if topology.num_nodes == nodes:
+        return None
+    return (
+        f"the plan has {what} between {nodes} nodes, but found {topology}; expected {nodes} of {ranks // nodes} ranks: "
+        f"start so many, give a mesh, or make a plan for this cluster"
+    )
+
+
 def check_one_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], why_one: str) -> str | None:
     """Return a message about the first compressed bucket with gradients of several dtypes, or None.
 

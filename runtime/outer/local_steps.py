@@ -1,8 +1,8 @@
 """Outer steps: workers train alone for some steps, and an outer optimizer moves the weights that they share.
 
     warm-up   synchronous steps by the plan's buckets, all of them dense
-    local     `.grad`s are a worker's own; behind local step s the fragments that are due leave (`runtime.outer.rounds`)
-              and t steps later a worker's weights are mixed with the new anchor
+    local     `.grad`s are a worker's own, or of a node's ranks; behind local step s the fragments that are due leave
+              (`runtime.outer.rounds`), and t steps later a worker's weights are mixed with the new anchor
 
 Local steps are counted by exchanges, which are the same on all ranks, not by optimizer's steps, which a GradScaler may
 leave out on some. What is due behind a step is done behind `optimizer.step()`, or where that was left out, before the
@@ -24,38 +24,46 @@ from torch import Tensor, nn
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
 from runtime.comm.collectives.direct import by_message, library_all_reduce
-from runtime.comm.communicator import NullCommunicator
+from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
+from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
-from runtime.core.buckets import make_plain_buckets
+from runtime.core.buckets import BucketBuffer, make_plain_buckets
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
-from runtime.errors import InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.core.usage import UsageFlags
+from runtime.errors import CommunicationError, InputError
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, check_workers, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
-from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of, whole_of
-from runtime.plan import HINT, Plan
+from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of
+from runtime.plan import Plan
 from runtime.plan.combinations import OUTER
-from runtime.sparse.layout import make_lossy
+from runtime.sparse.compressed import all_finite
+from runtime.sparse.layout import make_buckets, make_lossy
 from runtime.sparse.residuals import ErrorFeedbackState, State
 from runtime.torch_compat import OUTSIDE, current_backward_id
 
+BLOCKS = (
+    "rounds of this plan block behind the step (outer.delay_steps 0, or every 1): where a worker leaves out its "
+    "optimizer's step, call session.wait_for_weights() in its place, or plan with delay_steps of 1 or more"
+)
+
 
 class WorkerResiduals(ErrorFeedbackState):
-    """Residuals of synchronous buckets, which follow with a worker's own gradients: whole, not times 1/ranks."""
+    """Residuals of synchronous buckets, which follow with a worker's own gradients: whole, not times 1/workers."""
 
-    ranks = 1
+    workers = 1
     """Number of workers."""
 
     def state(self) -> State:
-        """See `ErrorFeedback.state`: times 1/ranks, as synchronous steps have them."""
-        return self._scaled(super().state(), 1.0 / self.ranks)
+        """See `ErrorFeedback.state`: times 1/workers, as synchronous steps have them."""
+        return self._scaled(super().state(), 1.0 / self.workers)
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Load residuals of synchronous steps, times the number of ranks."""
-        super().load_state(self._scaled(state, float(self.ranks)), parameters)
+        """Load residuals of synchronous steps, times the number of workers."""
+        super().load_state(self._scaled(state, float(self.workers)), parameters)
 
     @staticmethod
     def _scaled(state: State, factor: float) -> State:
@@ -106,13 +114,7 @@ class Outer(Mode, StepHooks):
 
     @classmethod
     def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
-        nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
-        if nodes == ranks:
-            return None
-        return (
-            f"the plan has outer steps between {nodes} nodes of {ranks // nodes} ranks each; expected as many nodes as "
-            f"ranks, for a worker is one rank here: leave world.nodes out, or {HINT}"
-        )
+        return check_workers(plan, topology, cls.what)
 
     @property
     def synchronous_plan(self) -> Plan:
@@ -126,6 +128,8 @@ class Outer(Mode, StepHooks):
         self.spec = plan.outer
         self._stepped = 0
         """Number of optimizers' steps since the last exchange."""
+        self._exchanged = -1
+        """Number of steps at the last exchange of this session."""
         self.every = plan.outer.every
         """Local steps between two rounds of a fragment (H); fewer where workers are too far from each other."""
         self.distances = DistanceGuard(warns=host.world.rank == 0, taken="averaged")
@@ -136,6 +140,8 @@ class Outer(Mode, StepHooks):
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
         self._messages = host.world
         """Group of the rounds alone, in flight across steps: everything else goes through the session's own."""
+        self._node = World()
+        """The ranks of this worker: this rank, or those of its node."""
         self._fragments: list[Fragment] | None = None
         self._rounds: list[BucketRound] = []
         """Rounds of each bucket, in plan order."""
@@ -172,7 +178,7 @@ class Outer(Mode, StepHooks):
             self._advance(self.host.step)
 
     def exchanged(self) -> None:
-        self._stepped = 0
+        self._stepped, self._exchanged = 0, self.host.step
         self._advance(self.host.step - 1)
 
     def _advance(self, step: int) -> None:
@@ -195,26 +201,81 @@ class Outer(Mode, StepHooks):
     def _outer_step(self, local: int) -> None:
         """Finish and launch the rounds of a local step, counted from 1."""
         assert self._fragments is not None
-        assert self._buffers is not None
-        last, late, reported = self._fragments[-1], min(self.spec.delay_steps, self.every - 1), None
+        reported = None
         for fragment in self._fragments:
-            if fragment.launched is not None and local >= fragment.launched + late:
+            launched = fragment.launched
+            if launched is not None and launched < local and local >= launched + self._late:
                 reported = self._finish(fragment)
-            # One in flight where H has been halved misses a turn.
-            if fragment.launched is None and local % self.every == fragment.first_step % self.every:
-                fragment.launch(local)
-                if fragment is last:
-                    self._buffers.launch(self.host.synced_buffers(), self._report)
-                if late == 0:
-                    reported = self._finish(fragment)
-        if reported is not None and self.host.options.guard:
+            self._launch(fragment, local)
+            if fragment.launched == local and self._late == 0:
+                reported = self._finish(fragment)
+        if reported is not None and self.every and self.host.options.guard:
             self._shorten(self.distances.judge(reported, self._done, self.every))
+
+    @property
+    def _late(self) -> int:
+        """Local steps that a round takes; 0: it blocks behind the step that launches it."""
+        return min(self.spec.delay_steps, max(0, self.every - 1))
+
+    def _launch(self, fragment: Fragment, local: int) -> None:
+        """Send a fragment if it is due behind a local step."""
+        assert self._fragments is not None
+        assert self._buffers is not None
+        if self._due(fragment, local):
+            fragment.launch(local)
+            if fragment is self._fragments[-1]:
+                self._buffers.launch(self.host.synced_buffers(), self._report)
+
+    def _due(self, fragment: Fragment, local: int) -> bool:
+        # One in flight where H has been halved misses a turn.
+        turn = self.every > 0 and local % self.every == fragment.first_step % self.every
+        return turn and fragment.launched is None
+
+    @torch.no_grad()
+    def _launch_early(self, *, overflowed: bool = False) -> None:
+        """Send what is due behind the last step, whose optimizer's is left out: nothing waits for it yet.
+
+        Args:
+            overflowed: only where no gradient is of use, as a GradScaler finds.
+        """
+        if self._fragments is None or self._begun is None or self._done >= self.host.step:
+            return
+        local = self.host.step - self._begun
+        if any(self._due(one, local) for one in self._fragments) and (not overflowed or self._overflows()):
+            for fragment in self._fragments:
+                self._launch(fragment, local)
+
+    def go_on(self) -> None:
+        """See `Mode.go_on`. Others, which block behind their steps, need not wait for a forward of this worker where it
+        is going to leave its step out.
+        """
+        super().go_on()
+        if self._late == 0:
+            self._launch_early(overflowed=True)
+
+    def _overflows(self) -> bool:
+        """Tell whether gradients of each optimizer are not finite."""
+        for optimizer in self.host.optimizers:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if not gradients or bool(torch.stack([all_finite(one) for one in gradients]).all()):
+                return False
+        return True
+
+    def wait_for_weights(self) -> None:
+        """See `StepHooks.wait_for_weights`: do what is due behind a step, also where the optimizer's is left out."""
+        if self._fragments is not None:
+            self._advance(self.host.step)
 
     def _finish(self, fragment: Fragment) -> Tensor | None:
         """End a round; return the distances of all workers, where they have come with it. Shape (workers, 3)."""
         assert self._fragments is not None
         assert self._buffers is not None
-        fragment.finish(self.spec.mix, self.distances)
+        try:
+            fragment.finish(self.spec.mix, self.distances)
+        except CommunicationError as error:
+            if self._late:
+                raise
+            raise CommunicationError(f"{error}; {BLOCKS}") from error
         if fragment is not self._fragments[-1]:
             return None
         reported = self._buffers.finish()
@@ -248,6 +309,8 @@ class Outer(Mode, StepHooks):
         """Let each worker have weights of its own after this number of steps, if all have memory for it."""
         host = self.host
         self._messages = host.world.split([range(host.world.ranks)])
+        if (self.plan.world.nodes or host.world.ranks) < host.world.ranks:
+            self._node = host.world.split(host.topology.nodes)
         warning = "the run stays synchronous: no memory for outer steps"
         exchange = make_on_all_ranks(self._lay_out, host.world, "beginning local steps", warning)
         if exchange is None:
@@ -258,11 +321,11 @@ class Outer(Mode, StepHooks):
         host.put(exchange)
 
     def _lay_out(self) -> Exchange:
-        """Make rounds and anchors of the present weights, and the exchange of local steps, which sends nothing."""
+        """Make rounds and anchors of the present weights, and the exchange of local steps, inside of a worker."""
         host, plan, ranks = self.host, self.plan, self.host.world.ranks
-        buckets = make_plain_buckets(plan, host.parameters)
+        buckets, flags, inside = self._buckets_inside()
         carried = WorkerResiduals(buckets, {}, host.options.loss_scale)
-        carried.ranks = ranks
+        carried.workers = ranks // self._node.ranks
         collectives = [by_message if bucket.dense else collective_of(bucket) for bucket in plan.buckets]
         communicator = make_communicator(
             self._messages, [*collectives, library_all_reduce], host.device, across_steps=True
@@ -273,7 +336,9 @@ class Outer(Mode, StepHooks):
         for index, planned in enumerate(plan.buckets):
             made: BucketRound
             if planned.dense:
-                made = DenseRound(buckets[index], self._parameters, self.spec.optimizer, self.host.world, communicator)
+                made = DenseRound(
+                    buckets[index], self._parameters, self.spec.optimizer, host.world, communicator, self._peers()
+                )
             else:
                 own = compressed[index]
                 lossy = make_lossy(
@@ -298,8 +363,23 @@ class Outer(Mode, StepHooks):
             )
             for index in range(len(fragments))
         ]
-        launcher = AllReduce(buckets, None, NullCommunicator(), carried, host.recorder, exact=True)
+        launcher = AllReduce(buckets, flags, inside, carried, host.recorder, exact=True)
         return Exchange(self.synchronous_plan, host.parameters, buckets, launcher, carried, host.recorder)
+
+    def _peers(self) -> Sequence[int]:
+        """Return a rank of each worker: those that have this rank's place on their nodes."""
+        rank, ranks = self.host.world.rank, self.host.world.ranks
+        if self._node.ranks == 1:
+            return range(ranks)
+        return next(peers for peers in self.host.topology.cross_node_groups if rank in peers)
+
+    def _buckets_inside(self) -> tuple[list[BucketBuffer], UsageFlags | None, Communicator]:
+        """Return the plan's buckets, dense, with what averages them over the ranks of this worker."""
+        plan, host, node = self.synchronous_plan, self.host, self._node
+        if node.ranks == 1:
+            return make_plain_buckets(plan, host.parameters), None, NullCommunicator()
+        buckets, flags, _ = make_buckets(plan, host.parameters, node.ranks)
+        return buckets, flags, make_communicator(node, [library_all_reduce] * len(buckets), host.device, host.world)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -330,12 +410,12 @@ class Outer(Mode, StepHooks):
         self._release()
 
     def _settle_last_step(self) -> None:
-        """Let ranks whose optimizer has left out the last step send what others have sent behind it; where it is yet to
-        come on all ranks, average its gradients.
+        """Send what others may have sent behind the last step; where no rank's optimizer has taken it yet, average its
+        gradients.
         """
-        done = self.host.world.gather(self._done, "ending outer steps")
-        if max(done) == self.host.step:
-            self._advance(self.host.step)
+        self._advance(self.host.step)
+        pending = self._exchanged == self.host.step and not self._stepped
+        if not all(self.host.world.gather(pending, "ending outer steps")):
             return
         for parameter in self._parameters.values():
             gradients = self.host.world.gather(parameter.grad is not None, "ending outer steps")
@@ -385,9 +465,11 @@ class Outer(Mode, StepHooks):
             buffer.copy_(value)
 
     def close(self) -> None:
+        self._launch_early()  # others may wait for it
         self._release()
         if self._begun is not None:
             self._messages.leave()
+            self._node.leave()
 
     def _release(self) -> None:
         """Free what local steps need but the group, which the backend's thread may hold until the session ends."""
@@ -467,15 +549,8 @@ class Outer(Mode, StepHooks):
         own = states[rank if len(states) == ranks else 0]
         for index, one in enumerate(self._rounds):
             for number, anchor in enumerate(one.anchors):
-                parts = [state["anchors"][index][number] for state in ([own] if same else states)]
-                for key, tensor in anchor.tensors().items():
-                    whole = whole_of(parts, key, same or anchor.ranks == 1)
-                    if not same and anchor.ranks > 1:
-                        whole = nn.functional.pad(
-                            whole[: anchor.numel], (0, anchor.ranks * anchor.share - anchor.numel)
-                        )
-                        whole = anchor.own(whole)
-                    tensor.copy_(whole)
+                parts = [state["anchors"][index][number] for state in states]
+                anchor.load(own["anchors"][index][number], None if same else parts)
         for one, residuals in zip(self._rounds, own["residuals"], strict=True):
             one.load(residuals)
         if not same:

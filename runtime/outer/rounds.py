@@ -26,6 +26,7 @@ from runtime.modes.distance_guard import DistanceGuard
 from runtime.outer.anchors import Anchor
 from runtime.plan import OuterOptimizer
 from runtime.sparse.compressed import CompressedBucket
+from runtime.sparse.narrowing import TwoShots
 from runtime.sparse.residuals import ErrorFeedbackState
 
 Parameters = Mapping[str, nn.Parameter]
@@ -63,17 +64,25 @@ class BucketRound(Protocol):
 class MeanOfWeights:
     """One message of a dense bucket: weights go to their owners, and new anchors come back."""
 
-    def __init__(self, anchor: Anchor, flat: Tensor) -> None:
-        """`flat`: this worker's weights, shape (ranks · share,); becomes the whole anchor."""
-        self._anchor, self.flat = anchor, flat
+    def __init__(self, anchor: Anchor, flat: Tensor, peers: Sequence[int]) -> None:
+        """Send a worker's weights.
+
+        Args:
+            anchor: this owner's part.
+            flat: the weights, shape (ranks · share,); becomes the whole anchor.
+            peers: one rank of each worker, this one among them: an owner gets its part from its peers.
+        """
+        self._anchor, self.flat, self._peers = anchor, flat, peers
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         anchor = self._anchor
-        received = torch.empty_like(self.flat)
-        yield from all_to_all(received, self.flat, group)
+        workers = len(self._peers)
+        sent = self.flat if workers == anchor.ranks else self.flat.view(anchor.ranks, -1)[list(self._peers)].view(-1)
+        received = torch.empty_like(sent)
+        yield from all_to_all(received, sent, group, self._peers)
         mean = torch.empty_like(anchor.weights)
-        add_up(list(received.view(anchor.ranks, -1)), mean)
-        anchor.step(anchor.weights - mean.div_(anchor.ranks))
+        add_up(list(received.view(workers, -1)), mean)
+        anchor.step(anchor.weights - mean.div_(workers))
         yield from gather(self.flat, anchor.weights.to(self.flat.dtype), group)
 
 
@@ -82,10 +91,13 @@ class DenseRound:
 
     def __init__(
         self, bucket: BucketBuffer, parameters: Parameters, optimizer: OuterOptimizer, world: World,
-        communicator: Communicator,
+        communicator: Communicator, peers: Sequence[int],
     ) -> None:  # fmt: skip
-        """Own a part of the bucket's anchor; `bucket` has the places of its parameters, and its memory is not used."""
+        """Own a part of the bucket's anchor; `bucket` has the places of its parameters, and its memory is not used.
+        `peers`: see `MeanOfWeights`.
+        """
         self._bucket, self._parameters, self._world, self._communicator = bucket, parameters, world, communicator
+        self._peers = peers
         self.anchors = [Anchor(message, world.rank, world.ranks, optimizer) for message in bucket.messages]
         self._sent = CommTiming()
         self._messages: list[MeanOfWeights] = []
@@ -94,7 +106,7 @@ class DenseRound:
         """Send the bucket; see `BucketRound.launch`."""
         self._sent = CommTiming()
         self._messages = [
-            MeanOfWeights(anchor, anchor.flatten(self._parameters, anchor.message.flat.dtype))
+            MeanOfWeights(anchor, anchor.flatten(self._parameters, anchor.message.flat.dtype), self._peers)
             for anchor in self.anchors
         ]
         self._communicator.launch(Payload(self._bucket.index, self._bucket.label, self._messages), self._sent)
@@ -111,7 +123,8 @@ class DenseRound:
             )
             for anchor in self.anchors
         ]
-        self._messages = list(map(MeanOfWeights, self.anchors, wholes)) if keep else []
+        made = [MeanOfWeights(*pair, self._peers) for pair in zip(self.anchors, wholes, strict=True)]
+        self._messages = made if keep else []
         return {
             name: view
             for anchor, whole in zip(self.anchors, wholes, strict=True)
@@ -132,10 +145,19 @@ class CompressedRound:
         self, bucket: BucketBuffer, lossy: CompressedBucket, parameters: Parameters, optimizer: OuterOptimizer,
         world: World, communicator: Communicator,
     ) -> None:  # fmt: skip
-        """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients."""
+        """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients.
+
+        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by.
+        """
         self._bucket, self._parameters, self._communicator = bucket, parameters, communicator
         (self._message,) = bucket.messages
-        self.anchors = [Anchor(self._message, 0, 1, optimizer)]
+        shots = lossy.encoding if isinstance(lossy.encoding, TwoShots) else None
+        if shots is None:  # every worker adds up all of it
+            anchor = Anchor(self._message, 0, 1, optimizer, whole=True)
+        else:
+            anchor = Anchor(self._message, world.rank, world.ranks, optimizer, shots.share, whole=True)
+            shots.movement = anchor.movement
+        self.anchors, self._moves = [anchor], shots is not None
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
         self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
         self._hold(held=False)
@@ -169,7 +191,11 @@ class CompressedRound:
             return  # it has been completed
         self._feedback.settle(lambda _: self._communicator.wait(self._sent))
         (anchor,) = self.anchors
-        anchor.step(self._message.flat[: anchor.numel].to(anchor.weights.dtype))
+        received = self._message.flat[: anchor.numel].to(anchor.weights.dtype)
+        if self._moves:
+            anchor.weights.sub_(received)
+        else:
+            anchor.step(received)
         self._hold(held=False)
 
     def weights(self, *, keep: bool = False) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from runtime.errors import InputError
@@ -21,7 +20,7 @@ from runtime.plan import OuterSpec, Plan
 from runtime.plan.executed import executed_bucket
 from runtime.sparse.residuals import merged
 
-VERSION = 2
+VERSION = 3
 KEYS = {"version", "spec", "buckets", "step", "begun", "ended", "every", "lrs", "distances", "report"}
 LOCAL_KEYS = KEYS | {
     "done", "workers", "anchors", "residuals", "launched", "weights", "buffers", "means", "optimizers",
@@ -149,8 +148,3 @@ def _merged_optimizer(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             same = [one[key] for one in held if key in one]
             found["state"].setdefault(parameter, {})[key] = mean_of(same) if averaged else value
     return found
-
-
-def whole_of(parts: Sequence[dict[str, Tensor]], key: str, share_first: bool) -> torch.Tensor:
-    """Return the vector of which each worker saved a part, or all of it (`share_first`)."""
-    return parts[0][key] if share_first else torch.cat([part[key] for part in parts])

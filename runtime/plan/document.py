@@ -74,7 +74,7 @@ class PlanWorld(Record):
 
     ranks: Ranks
     nodes: Ranks | None = None
-    """Number of nodes. With a delay, if they are fewer than ranks, nodes are the workers."""
+    """Number of nodes. With a delay or outer steps, if they are fewer than ranks, nodes are the workers."""
     torch: str | None = None
     """The version of torch that compute was profiled with."""
 

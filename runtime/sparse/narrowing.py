@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,11 @@ class TwoShots(NarrowEncoder):
         """
         cut = compressor.cut(elements, peers.ranks, feedback.dtype, share_of(tail_elements, peers.ranks))
         super().__init__(feedback, compressor, cut, peers.seed)
-        self.k, self._step = elements, 0
+        self.k, self._step, self.share = elements, 0, cut.share
+        self.movement: Callable[[Tensor], Tensor] | None = None
+        """What an owner sends in place of the sum of its part, given that (1-D); None: the sum. An optimizer in it sees
+        each gradient once: the residual of the part is of what was sent, and is added behind it.
+        """
         self._mine = slice(*(min(elements, place * cut.share) for place in (peers.place, peers.place + 1)))
         """Part of the vector that this rank owns."""
         self.message = Narrowed(peers.ranks, cut.row_bytes, feedback.device, self._narrow)
@@ -77,8 +82,13 @@ class TwoShots(NarrowEncoder):
     def _narrow(self, received: Tensor, own: Tensor) -> None:
         part, by_kernels = self._mine, self._compressor.runs_on(own.device, self._cut)
         kept = self._feedback.of_step(by_kernels=by_kernels).part(part)
-        seed = seed_of(f"summed\n{self._place}", self._step)
-        self._compressor.combine(received, own, kept, self._cut, part.stop - part.start, seed)
+        elements, seed = part.stop - part.start, seed_of(f"summed\n{self._place}", self._step)
+        if self.movement is None:
+            self._compressor.combine(received, own, kept, self._cut, elements, seed)
+        elif elements:
+            total = torch.empty(elements, dtype=self._cut.wide, device=own.device)
+            self._compressor.add_up(received, total, self._cut)
+            self._compressor.compress(self.movement(kept.as_of_step(total)), kept, own, self._cut, seed)
         if self._cut.tail:
             self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import os
 import signal
@@ -16,16 +17,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from delay_checks import Net, batch, net_loss
+from delay_workers_checks import nodes_of
 from findings import Difference
 from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
+from runtime.errors import CommunicationError
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
-from runtime.outer.rounds import CompressedRound
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
+from runtime.sparse.compressors import wire
 
 NAMES = ("two.bias", "two.weight", "one.bias", "one.weight")
 HALVES = (NAMES[:2], NAMES[2:])
@@ -160,25 +163,71 @@ def several_optimizers() -> dict[str, Any]:
     return found
 
 
+def live_bytes() -> int:
+    """Bytes of all tensors that this process has."""
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
 def memory() -> dict[str, Any]:
-    """Between rounds compressed buckets keep anchor, momentum and residual once, dense ones a part of the first two."""
+    """Between rounds a worker has at most these copies of the weights more than DDP: all its tensors are counted."""
     found: dict[str, Any] = {}
-    numel, workers = sum(p.numel() for p in single().parameters()), dist.get_world_size()
-    for name, compressor, copies in (("dense", None, 2.0 / workers), ("int8", INT8, 3.0)):
-        spec = replace(STREAMING, every=2, delay_steps=0, mix=0.0, warmup_steps=0)
-        model, optimizer, session = started(plan_of(spec, compressor), adamw, single())
-        train(model, optimizer, range(6), single_loss)
-        assert isinstance(session._mode, Outer)
-        rounds = session._mode._rounds
-        kept = [tensor for one in rounds for anchor in one.anchors for tensor in anchor.tensors().values()]
-        for one in rounds:
-            if isinstance(one, CompressedRound):
-                kept += [buffer for buffer in vars(one._lossy.feedback.buffers).values() if isinstance(buffer, Tensor)]
-                kept += [one._message.flat, one._lossy.packed.rows, one._lossy.packed.received]
-        size = sum(one.untyped_storage().nbytes() for one in kept) / (4.0 * numel)
-        found[f"{name}: {size:.3f} copies"] = copies <= size <= copies + 0.1
+    for name, compressor, most in (("dense", None, 0.7), ("int8", INT8, 2.4)):
+        before = live_bytes()
+        model = single()
+        model.one, model.two = nn.Linear(5, 2000), nn.Linear(2000, 3)
+        size = sum(4 * p.numel() for p in model.parameters())
+        with patch.object(wire, "CHUNK", 64):  # else a thread's memory to encode in is larger than this model
+            plan = plan_of(replace(STREAMING, delay_steps=0, mix=0.0), compressor)
+            model, optimizer, session = started(plan, adamw, model)
+            train(model, optimizer, range(7), single_loss)
+        copies = (live_bytes() - before) / size - 4.0  # weights, gradients and AdamW's two moments
+        found[f"{name}: {copies:.3f} copies"] = 0.0 < copies <= most
+        session.detach()
+        del model, optimizer, session
+    return found
+
+
+def nodes() -> dict[str, Any]:
+    """Where nodes are the workers, their ranks average gradients inside: rounds come to what the reference makes of
+    workers whose loss is that of both their ranks, also over a checkpoint; ranks of a node have one model.
+    """
+    found: dict[str, Any] = {}
+    rank, workers = dist.get_rank(), dist.get_world_size() // 2
+
+    def loss(model: nn.Module, worker: int, step: int) -> Tensor:
+        return (net_loss(model, 2 * worker, step) + net_loss(model, 2 * worker + 1, step)) / 2.0
+
+    with nodes_of(2) as world:
+        for name, spec in (("diloco", DILOCO), ("late", STREAMING)):
+            expected = Reference(Net, adamw, loss, workers, spec).begin().run(14)
+            model, optimizer, session = started(plan_of(spec, **world))
+            train(model, optimizer, range(8))
+            saved = copy.deepcopy((model.state_dict(), session.state_dict()))
+            session.detach()
+            model, optimizer, session = started(plan_of(spec, **world))
+            model.load_state_dict(saved[0])
+            session.load_state_dict(saved[1])
+            train(model, optimizer, range(8, 14))
+            found[name] = near(model.parameters(), expected.models[rank // 2].parameters())
+            session.switch(plan_of(None))
+            found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
+            session.detach()
+        model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
+        train(model, optimizer, range(9), single_loss)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in model.parameters()]))
+        found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
+        found["int8, between"] = not torch.equal(everyone[0], everyone[2])
         session.detach()
     return found
+
+
+def four_ranks() -> dict[str, Any]:
+    """What needs four ranks."""
+    torch.set_num_threads(1)
+    return memory() | nodes()
 
 
 def plain_averaging() -> dict[str, Any]:
@@ -429,6 +478,50 @@ def habits() -> dict[str, Any]:
     return found
 
 
+def left_out() -> dict[str, Any]:
+    """Rounds that block do not wait for the next forward of a worker that leaves its step out, which a script's own
+    collective, a switch or a detach may come before.
+    """
+    found: dict[str, Any] = {}
+    for way in ("overflow", "called", "switched", "detached"):
+        model, optimizer, session = started(plan_of(OuterSpec(every=2)), sgd)
+        for step in range(4):  # rounds behind the second and the last
+            left = step % 2 == 1 and dist.get_rank() == 0
+            optimizer.zero_grad()
+            loss = net_loss(model, dist.get_rank(), step)
+            (loss * (float("inf") if left and way == "overflow" else 1.0)).backward()
+            if not left:
+                optimizer.step()
+            elif way == "called":
+                session.wait_for_weights()
+            if way in ("overflow", "called"):
+                dist.all_reduce(loss.detach())
+        if way == "switched":
+            session.switch(plan_of(None))
+        elif way != "detached":
+            session.wait_for_weights()
+        session.detach()
+        found[way] = way == "detached" or same_everywhere(list(model.parameters()))
+    return found
+
+
+def waits_in_vain() -> dict[str, Any]:
+    """Where a script's own collective comes before what a worker that leaves its step out sends, others say so."""
+    model = Net()
+    optimizer = sgd(model)
+    runtime.attach(model, optimizer, plan_of(OuterSpec(every=1)), drift=False, timeout_s=2.0)
+    found = True
+    net_loss(model, dist.get_rank(), 0).backward()
+    if dist.get_rank():
+        try:
+            optimizer.step()
+            found = False
+        except CommunicationError as error:
+            found = "leaves out its optimizer's step, call session.wait_for_weights() in its place" in str(error)
+    dist.all_reduce(torch.zeros(1))
+    return {"what to do": found}
+
+
 class Normed(nn.Module):
     """With running statistics."""
 
@@ -462,7 +555,6 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     check.__name__: check
     for check in (
         against_reference,
-        memory,
         plain_averaging,
         several_optimizers,
         compressed,
@@ -473,6 +565,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         leaves_between_gradient_and_step,
         guarded,
         habits,
+        left_out,
         buffers,
     )
 }

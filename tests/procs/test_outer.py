@@ -35,6 +35,16 @@ def test_random_lives_lose_nothing(workers: int) -> None:
         assert wrong(results) == {}, rank
 
 
+def test_a_round_that_waits_in_vain_says_what_to_do() -> None:
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), outer_checks.waits_in_vain)):
+        assert wrong(results) == {}, rank
+
+
+def test_memory_of_four_workers_and_two_nodes() -> None:
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=4), outer_checks.four_ranks)):
+        assert wrong(results) == {}, rank
+
+
 def test_a_lost_worker_ends_the_run() -> None:
     with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL") as caught:
         run_ranks(LocalWorld(ranks=2), outer_checks.loses_a_worker)

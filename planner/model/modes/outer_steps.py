@@ -218,7 +218,8 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    return ["outer step and mixing free; rounds cost as all-reduces"], False
+    inside = ["averages inside of nodes free"] if problem.cost.cluster.ranks_per_node > 1 else []
+    return ["outer step and mixing free; rounds cost as all-reduces", *inside], False
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:

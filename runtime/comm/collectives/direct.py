@@ -65,7 +65,7 @@ class Narrowed:
 
     def hold(self, *, held: bool) -> None:
         """Allocate the rows, zeros, or free them until a step that is far off."""
-        for rows in (self.rows, self.received, self.gathered):
+        for rows in (self.rows, self.received, self.gathered, self.own):
             rows.untyped_storage().resize_(rows.numel() if held else 0)
             if held:
                 rows.zero_()

@@ -78,12 +78,13 @@ def reduce_scatter(
     add_up(list(received), out)
 
 
-def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
+def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup, peers: Sequence[int] | None = None) -> Works:
     """Send part r of `given` (1-D, ranks · n) to rank r; fill `received` (of the same shape) with the parts for this
-    rank.
+    rank. With `peers`, this rank among them, parts are theirs alone, in their order.
     """
-    given_bytes, ranks = given.view(torch.uint8), group.size()
-    each = [given_bytes.numel() // ranks] * ranks
+    given_bytes, everyone = given.view(torch.uint8), range(group.size())
+    among = everyone if peers is None else peers
+    each = [given_bytes.numel() // len(among) if rank in among else 0 for rank in everyone]
     yield exchange(received.view(torch.uint8), given_bytes, each, each, group)
 
 

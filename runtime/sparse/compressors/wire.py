@@ -152,6 +152,15 @@ class StepResidual(NamedTuple):
             return self
         return StepResidual(self.residual[elements], self.following[elements], self.swapped)
 
+    def as_of_step(self, total: Tensor) -> Tensor:
+        """Add to a sum of what ranks have sent what encoding has kept of this rank's, and take from it what was kept
+        before; in place.
+        """
+        if self.residual is None or self.following is None:
+            return total
+        kept = self.following - self.residual
+        return total.add_(kept if self.swapped is None else torch.where(self.swapped.bool(), -kept, kept))
+
 
 NO_RESIDUAL = StepResidual()
 

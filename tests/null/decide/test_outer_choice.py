@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from planner.ir import GAIN
 from planner.model.modes import outer_steps, simulate_schedule, step_us
 from planner.model.modes.outer_steps import OuterSteps
 from planner.model.problem import Problem
+from planner.strategies import diloco
 from runtime.errors import InputError
 
 ROWS = [(400_000, 120.0), (400_000, 80.0), (400_000, 60.0), (400_000, 40.0)]
@@ -48,6 +51,34 @@ def test_a_round_in_flight_costs_what_its_steps_do_not_hide() -> None:
     timeline = simulate_schedule(step, schedule)
     assert sum(span.task.endswith("round") for span in timeline.spans) == 4
     assert timeline.spans[0].task.startswith("local step")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_fragments_hide_as_much_as_any(seed: int) -> None:
+    """The step is as short as with the best of all cuts and delays, but for what a smaller delay may cost."""
+    chance = random.Random(seed)
+    rows = [(chance.choice((1000, 50_000, 400_000, 10**6)), chance.choice((10.0, 60.0, 120.0))) for _ in range(5)]
+    line = (chance.choice((5.0, 30.0, 200.0)), chance.choice((1e-4, 5e-4, 2e-3)))
+    slowed = cluster_document(line, contention=chance.choice((None, (1.3, 1.5))))
+    step, every = make(profile_document(rows, forward_us=100.0, update_us=40.0), slowed), chance.choice((2, 3, 8, 16))
+    shortest_us = min(
+        step_us(step, diloco.schedule_of((*cuts, 5), every, late))
+        for late in diloco.DELAYS
+        if late < every
+        for count in range(min(every, 5))
+        for cuts in itertools.combinations(range(1, 5), count)
+    )
+    found_us = step_us(step, make_schedule(step, f"outer:{every}"))
+    assert shortest_us * (1.0 - 1e-9) <= found_us <= shortest_us * (1.0 + diloco.NEAR_SHORTEST)
+
+
+def test_fragments_are_layers() -> None:
+    layers = [f"layer{index // 3}" for index in range(12)]
+    profile = profile_document([(400_000, 40.0)] * 12, forward_us=100.0, layers=layers)
+    step = make(profile, cluster_document((ALPHA_US, BETA)))
+    for schedule in (make_schedule(step, "outer:8"), make_schedule(step, "outer:30")):
+        assert len(schedule.buckets) > 1
+        assert all(len(bucket.gradients) % 3 == 0 for bucket in schedule.buckets)
 
 
 def test_h_is_the_smallest_that_hides_messages() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from runtime.checks.plan import trainable_parameters
+from runtime.comm.topology import Topology
 from runtime.core.buckets import make_plain_buckets
 from runtime.outer.anchors import Anchor
 from runtime.outer.averages import mean_of
@@ -29,10 +33,12 @@ def test_optimizers_that_step_alone_are_wanted() -> None:
         assert "expected" in problem
 
 
-def test_workers_are_ranks() -> None:
-    problem = Outer.check_topology(PLAN, None)
+def test_nodes_are_workers_where_the_plan_says_so() -> None:
+    assert Outer.check_topology(PLAN, Topology(((0, 1), (2, 3)))) is None
+    assert Outer.check_topology(replace(PLAN, world=PlanWorld(ranks=4)), None) is None
+    problem = Outer.check_topology(PLAN, Topology(((0, 1, 2, 3),)))
     assert problem is not None
-    assert "between 2 nodes of 2 ranks each; expected as many nodes as ranks" in problem
+    assert "outer steps between 2 nodes, but found 1 nodes of 4 ranks; expected 2 of 2 ranks" in problem
 
 
 def test_owners_take_the_outer_step_together() -> None:
@@ -52,6 +58,28 @@ def test_owners_take_the_outer_step_together() -> None:
         for part in parts:
             part.step(part.own(gradient))
         torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.detach(), rtol=0, atol=1e-15)
+
+
+def test_owners_part_of_a_whole_anchor_moves_as_all_of_it() -> None:
+    """Owners that have the momentum alone, and continue as another number of them, move weights as whole steps do."""
+    rule = OuterOptimizer(lr=0.7, momentum=0.9)
+    (bucket,) = make_plain_buckets(PLAN, PARAMETERS)
+    whole = Anchor(bucket.messages[0], 0, 1, rule, whole=True)
+    parts = [Anchor(bucket.messages[0], rank, 3, rule, 4, whole=True) for rank in range(3)]
+    for one in (whole, *parts):
+        one.take({name: parameter.detach() for name, parameter in PARAMETERS.items()})
+    for step in range(4):
+        gradient = torch.randn(whole.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        whole.step(gradient)
+        moved = torch.cat([one.movement(one.own(gradient)) for one in parts])
+        for one in parts:
+            one.weights.sub_(moved)
+            torch.testing.assert_close(one.weights, whole.weights, rtol=0, atol=1e-14)
+        if step == 1:
+            saved = [copy.deepcopy(one.tensors()) for one in parts]
+            parts = [Anchor(bucket.messages[0], rank, 2, rule, whole=True) for rank in range(2)]
+            for one in parts:
+                one.load(saved[0], saved)
 
 
 def test_the_mean_of_equal_tensors_is_the_tensor() -> None:

@@ -19,7 +19,7 @@ from planner.model.problem import Problem
 from planner.model.step import Overlap, State
 from planner.passes.merge import Merge, merge_problem, merge_without_contention
 from planner.search.local_search import choice_of, neighbours, stops_of
-from planner.search.merge import merge_exact
+from planner.search.merge import merge_by_count, merge_exact
 from planner.search.merge_contended import MAX_GRID, end_us, improve, merge_contended, replay
 
 
@@ -100,6 +100,16 @@ def test_time_equals_the_textbook_program(kind: str, count: int) -> None:
 @given(problems(max_count=40))
 def test_time_equals_the_textbook_program_on_a_grid(problem: Problem) -> None:
     assert merge_without_contention(problem).end_us == pytest.approx(reference.earliest_end_us(problem), rel=1e-12)
+
+
+@given(problems(max_count=7))
+def test_each_number_of_buckets(problem: Problem) -> None:
+    arrays = merge_problem(problem)
+    for number, found in enumerate(merge_by_count(arrays, 5), start=1):
+        cuts = itertools.combinations(range(1, arrays.count), number - 1)
+        assert len(found.stops) == number
+        assert found.end_us == pytest.approx(min(arrays.end_us((*cut, arrays.count)) for cut in cuts), rel=1e-12)
+        assert arrays.end_us(found.stops) == pytest.approx(found.end_us, rel=1e-12)
 
 
 @pytest.mark.parametrize("work", [0, 50])
