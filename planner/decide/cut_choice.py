@@ -35,8 +35,17 @@ class CutChoice:
             return f"one compiled graph ({ms(self.whole_us)}): no cut makes the step shorter"
         return (
             f"the compiled graph is cut at {pluralize(len(cuts), 'module')}: {ms(self.step_us)} in place of "
-            f"{ms(self.whole_us)} with one graph; attach with compile= executes that"
+            f"{ms(self.whole_us)} with one graph{self.assumed}; attach with compile= executes that"
         )
+
+    @property
+    def assumed(self) -> str:
+        """Return that costs of cuts are assumed; empty where they were measured."""
+        compiled = None if self.problem.uncut is None else self.problem.uncut.profile.compute.compiled
+        if compiled is None or compiled.measured or not compiled.cuts:
+            return ""
+        cut = compiled.cuts[0]
+        return f", if a cut costs {ms(cut.forward_us + cut.backward_us)}, which was not measured"
 
 
 @lru_cache(maxsize=8)

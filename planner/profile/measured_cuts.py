@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from planner.documents.cut_costs import CompiledProfile, Cut
-from planner.documents.profile import ComputeProfile, Gradient
+from planner.documents.cut_costs import CompiledProfile
+from planner.documents.profile import ComputeProfile
 from planner.documents.text import ms, pluralize
+from planner.model.regions import find_cuts
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
 from planner.profile.request import Phases
@@ -121,25 +122,3 @@ def _parameters_of(training: Training, blocks: Sequence[str]) -> dict[str, set[s
         block: {own.get(id(one), canonical_name(name)) for name, one in modules[block].named_parameters()}
         for block in blocks
     }
-
-
-def find_cuts(gradients: Sequence[Gradient], blocks: dict[str, set[str]]) -> tuple[Cut, ...]:
-    """Return the place of each block's cut among gradients, which came region by region.
-
-    What is computed between two blocks belongs to the region of the one that is earlier in forward, but the gradients
-    between theirs may be of either: the cut is where the longest time passed, that of the earlier region.
-    """
-    places = {
-        block: [index for index, gradient in enumerate(gradients) if gradient.name in names]
-        for block, names in blocks.items()
-    }
-    order = sorted((block for block in places if places[block]), key=lambda block: places[block][0])
-    cuts: list[Cut] = []
-    for position, block in enumerate(order):
-        first = places[block][-1] + 1
-        last = places[order[position + 1]][0] if position + 1 < len(order) else len(gradients) - 1
-        if not (cuts[-1].after if cuts else 0) < first <= last:
-            continue  # nothing is behind it in backward, or a shared parameter is in several blocks
-        after = max(range(first, last + 1), key=lambda index: gradients[index].backward_us)
-        cuts.append(Cut(module=block, after=after))
-    return tuple(cuts)

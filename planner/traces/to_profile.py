@@ -107,7 +107,10 @@ def _together(step: Step, forward_us: float) -> list[str]:
     late = np.count_nonzero(step.ready_us > step.last_gradient_us - 0.05 * backward_us)
     if len(step.ready_us) <= 2 or late <= 0.9 * len(step.ready_us):
         return []
-    return ["nearly all gradients are ready at the end of backward, as of a compiled model: nothing can be hidden"]
+    return [
+        "nearly all gradients are ready at the end of backward, as of a compiled model: nothing can be hidden; planner "
+        "explain and planner advise predict what cuts of its graph would win"
+    ]
 
 
 @dataclass(frozen=True)

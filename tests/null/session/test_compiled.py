@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from planner.documents.profile import Gradient
-from planner.profile.measured_cuts import find_cuts
+from planner.model.regions import find_cuts
 from runtime.core.compiled import blocks_of, default_cuts
 
 
