@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
@@ -81,7 +82,7 @@ def train(job: str) -> Trained:
     )
     plans = {OWN: planner.optimize(profile), WHOLE: planner.optimize(one_graph(profile))}
     session: PlannedSession = planner.attach(run.model, run.optimizer, plans[OWN], compile=BACKEND, drift=False)
-    ddp = torch.compile(DistributedDataParallel(twin.model), backend=BACKEND)
+    ddp = cast(nn.Module, torch.compile(DistributedDataParallel(twin.model), backend=BACKEND))
     blocks: dict[str, Rounds] = {name: [] for name in (*plans, DDP)}
     reported = ""
     for number in range(-1, ROUNDS):

@@ -56,9 +56,8 @@ def regions_of(training: Training) -> Iterator[Regions | None]:
         yield None
         return
     compiled, blocks = CompiledModel(training.model, training.compile), blocks_of(training.model)
-    backend = CompileOptions.of(training.compile).backend
     chosen = tuple(blocks[:: -(-len(blocks) // MOST_CUTS) or 1])
-    regions = Regions(compiled, chosen, backend if isinstance(backend, str) else getattr(backend, "__name__", "own"))
+    regions = Regions(compiled, chosen, CompileOptions.of(training.compile).name)
     try:
         regions.cut(training, chosen)
         yield regions

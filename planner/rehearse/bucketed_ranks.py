@@ -25,6 +25,7 @@ from planner.comparison.variants import (
     Hook,
     Lineup,
     Rounds,
+    cut_as,
     make_lineup,
 )
 from planner.decide.batch_shares import choose_shares
@@ -82,9 +83,10 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         self._riskiest = max([asked.accuracy, *(each.accuracy for each in schedules)], key=ACCURACIES.index)
         shared = any(schedule.mode.shares_update for schedule in schedules)
         self._shares_update = shared or SHARDED_STEP in granted(asked.allow)
-        self._own = on_rank(asked.profile, asked.cluster, bench.world.rank, asked.equal_batch).compute
-        self._compute = scale.profile(replace(asked.profile, compute=self._own)).compute
-        job = make_job(self._compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
+        own = on_rank(asked.profile, asked.cluster, bench.world.rank, asked.equal_batch)
+        self._own, self._own_problem = own.compute, make_problem(own, asked.links, where=asked.name)
+        compute = scale.profile(own).compute
+        job = make_job(compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         self._model = job.model
         name = f"rehearsal of {asked.name}"
@@ -217,6 +219,12 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         rounds, decided = super().rounds(decided, max(started_s, time.time() - 30.0 * self.asked.minutes))
         return replace(rounds, clear=(PLAN, DDP)), decided
 
+    def _computes(self, variant: BucketVariant) -> None:
+        """Have this rank compute for as long as its share of a variant takes, in the regions that it compiles."""
+        self._model.batch_factor = self._batch_factor(variant.plan)
+        if self._own.compiled is not None:
+            self._model.retime(self.scale.profile(cut_as(variant, self._own_problem).profile).compute)
+
     def _batch_factor(self, plan: Plan | None) -> float:
         """Return the time of forward and backward of this rank with a plan over that with an equal share."""
         asked, rank = self.asked, self.world.rank
@@ -233,7 +241,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         torch.manual_seed(SEED + 1 + self.world.rank)
         hold_links = partial(ranks.pace, links_of(self.asked.cluster), self.scale)
         runner = RehearsalRunner(
-            TrainedJob(self._built), self.bench, self.scale, self._model, hold_links, self._batch_factor
+            TrainedJob(self._built), self.bench, self.scale, self._model, hold_links, self._computes
         )
         measured = measure_all(runner, Lineup(decided.variants, decided.caps), rounds, SWEEP)
         late_us = {name: us / self.scale.dilate for name, us in runner.late_by_variant_us().items()}
@@ -245,14 +253,13 @@ class RehearsalRunner(VariantRunner):
 
     def __init__(
         self, trained: TrainedJob, bench: Bench, scale: Scale, model: AcceleratedModel,
-        hold_links: Callable[[], None], batch_factor: Callable[[Plan | None], float],
+        hold_links: Callable[[], None], computes: Callable[[BucketVariant], None],
     ) -> None:  # fmt: skip
-        """Measure a model; `hold_links` is called after new connections are made, to hold their rate, and
-        `batch_factor` returns how the times of this rank's batch change with a plan's shares.
+        """Measure a model; `hold_links` is called after new connections are made, to hold their rate, and `computes`
+        before a variant's block, to give the model its times.
         """
         super().__init__(trained, bench, ranks.TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
-        self._accelerated, self._accelerator, self._hold_links = model, model.device, hold_links
-        self._batch_factor = batch_factor
+        self._accelerator, self._hold_links, self._computes = model.device, hold_links, computes
         self._late_us: dict[str, list[float]] = {}
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:
@@ -265,8 +272,8 @@ class RehearsalRunner(VariantRunner):
 
     @contextmanager
     def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
-        """See `VariantRunner.communicating`; ranks compute for as long as their shares of the variant take."""
-        self._accelerated.batch_factor = self._batch_factor(variant.plan)
+        """See `VariantRunner.communicating`; ranks compute as the variant has it."""
+        self._computes(variant)
         with super().communicating(variant, optimizer) as forward:
             yield forward
 
@@ -318,6 +325,7 @@ def _unscaled_line(line: AnyLine, scale: Scale) -> AnyLine:
 
 def _from_constants(variant: BucketVariant, problem: Problem, constants: Problem) -> float | None:
     """Return the step, in microseconds, by the cluster's constants alone; None if they do not cover it."""
+    constants = cut_as(variant, constants)
     if variant.kind == "no_communication":
         return constants.compute_end_us + constants.update_us
     if variant.plan is None:
@@ -325,7 +333,7 @@ def _from_constants(variant: BucketVariant, problem: Problem, constants: Problem
     if variant.plan.accuracy == "exact" and not variant.plan.sharded:
         schedule = schedule_of(constants, variant.plan)
     elif variant.name != PLAN:
-        schedule = make_schedule(problem, variant.name)
+        schedule = make_schedule(cut_as(variant, problem), variant.name)
     else:
         return None
     return float(model_of(schedule).step_us(constants, schedule))
