@@ -10,7 +10,7 @@ from typing import Any
 from planner.cost import nccl
 from planner.cost.model import communication_cost
 from planner.cost.wire import DTYPES
-from planner.decide.cut_choice import choose_cuts, cut_problem
+from planner.decide.cut_choice import cut_problem, possible_cuts
 from planner.decide.strategies import make_schedule, problem_of
 from planner.documents.accelerators import ACCELERATORS, ROOM, find_accelerator, kind_of
 from planner.documents.catalog import find_cluster, find_profile, name_of
@@ -25,7 +25,6 @@ from planner.model.modes import simulate_schedule
 from planner.model.modes.sharded import can_share, memory_bytes, replicated_bytes, sharded_bytes
 from planner.model.owned import whole_gradients
 from planner.model.problem import Problem, make_problem
-from planner.model.regions import is_whole, with_assumed_cuts
 from runtime.errors import InputError
 from runtime.plan.timeline import Timeline
 
@@ -280,8 +279,10 @@ def _options(problem: Problem, limit: int | None, *, lossy: bool) -> Iterator[Op
     best = simulate_schedule(problem, make_schedule(problem, "optimal"))
     cut = f", a compiled graph cut at {pluralize(len(problem.cuts), 'module')}" if problem.cuts else ""
     yield option("ddp, planned buckets", best, whole, f"buckets merged for this network{cut}")
-    if problem.cuts is None and is_whole(problem.profile.compute):
-        yield from _cut(problem, option, whole)
+    if (possible := possible_cuts(problem)) is not None:
+        step = simulate_schedule(possible.problem, make_schedule(possible.problem, "optimal"))
+        measures = f"{possible.note}; planner profile of a job with compile= measures costs"
+        yield option(CUTS, step, whole, measures, executed_by="planner.attach(compile=…)")
     if can_share(problem):
         shared = make_schedule(problem, "optimal:sharded-step")
         yield option(
@@ -292,16 +293,6 @@ def _options(problem: Problem, limit: int | None, *, lossy: bool) -> Iterator[Op
             yield from _fully_sharded(problem, option)
     if lossy:
         yield from _narrow(problem, option, whole)
-
-
-def _cut(problem: Problem, option: _Maker, memory: int | None) -> Iterator[Option]:
-    """Yield a compiled graph that is cut at blocks, where the profile has it as one and no costs of cuts."""
-    regions = with_assumed_cuts(problem.profile)
-    choice = None if regions is None else choose_cuts(replace(problem, profile=regions))
-    if choice is not None:
-        step = simulate_schedule(choice.problem, make_schedule(choice.problem, "optimal"))
-        reason = f"{choice.note}; planner profile of a job with compile= measures costs"
-        yield option(CUTS, step, memory, reason, executed_by="planner.attach(compile=…)")
 
 
 @dataclass(frozen=True)

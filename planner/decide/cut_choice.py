@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.decide.strategies import best_baseline
 from planner.documents.text import ms, pluralize
 from planner.model.modes import step_us
 from planner.model.problem import Problem
-from planner.model.regions import with_cuts
+from planner.model.regions import is_whole, with_assumed_cuts, with_cuts
 from planner.passes.merge import Merge
 from planner.search.cuts import best_cuts
 
@@ -78,3 +78,13 @@ def cut_problem(problem: Problem) -> Problem:
 
 def _merged_us(problem: Problem) -> float:
     return step_us(problem, Merge().apply(best_baseline(problem), problem).schedule)
+
+
+def possible_cuts(problem: Problem) -> CutChoice | None:
+    """Return the cuts that would win where a model is compiled as one graph, at costs that are assumed; None where it
+    is not, or the names of its gradients have no blocks.
+    """
+    if problem.cuts is not None or not is_whole(problem.profile.compute):
+        return None
+    profile = with_assumed_cuts(problem.profile)
+    return None if profile is None else choose_cuts(replace(problem, profile=profile))

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from planner.decide.cut_choice import choose_cuts
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
 from planner.documents.text import SENTENCE_CHARACTERS, mebibytes, milliseconds, pluralize, sanitize
 from planner.emit.lower import predict
 from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.model.problem import make_problem
-from planner.model.regions import is_whole, with_assumed_cuts
 from planner.report.listing import Listing
 from planner.traces.events import Run, Step
 from planner.traces.replayed import OFF, Replay, own_schedule, replay
@@ -212,17 +210,6 @@ def _changes(run: Run, profile: Profile) -> Iterator[Change]:
         small = sum(problem.size_bytes[list(bucket.gradients)].sum() < traced_bytes for bucket in schedule.buckets)
         note = f"an upper bound, {pluralize(small, 'message')} of sizes below any traced" if small else ""
         yield Change(strategy=strategy, what=what, step_us=round(step_us, 3), gain=gain, note=note)
-    yield from _cuts(profile, own_us)
-
-
-def _cuts(profile: Profile, own_us: float | None) -> Iterator[Change]:
-    """Predict what cuts of the graph would win, where one compiled graph gave all gradients at once."""
-    regions = with_assumed_cuts(profile) if is_whole(profile.compute) else None
-    choice = None if regions is None else choose_cuts(make_problem(regions))
-    if choice is not None:
-        gain = None if own_us is None else round(1.0 - choice.step_us / own_us, 5)
-        what = "cuts of the compiled graph, backward by elements"
-        yield Change(strategy="cuts", what=what, step_us=round(choice.step_us, 3), gain=gain, note=choice.note)
 
 
 def _wrappings(run: Run, profile: Profile) -> Iterator[Change]:

@@ -149,7 +149,7 @@ def switch_inside() -> dict[str, bool]:
 
 
 def cuts_of_a_compiled_model() -> dict[str, bool]:
-    """More cuts and fewer are tried after bucket sizes; the buckets that follow keep the cuts, and so does the cache."""
+    """Other cuts are tried after bucket sizes; the buckets that follow keep the cuts, and so does the cache."""
     reference = with_ddp(mlp())
     steps(reference, range(300))
     expected = outcome(reference)
@@ -701,7 +701,8 @@ def outer_on_a_slow_link() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
-        switch_inside, cuts_of_a_compiled_model, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real, caches, ways, interrupted,
+        switch_inside, cuts_of_a_compiled_model, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real,
+        caches, ways, interrupted,
         slowed_link, plans_of_others, bounded_on_a_slow_link, bounded_on_a_fast_link, bounded_is_reported,
         outer_on_a_slow_link,
     )
