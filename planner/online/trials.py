@@ -144,4 +144,4 @@ class Trials:
         self._compiled_us += run.compile_us
         run.cost_us += run.compile_us
         run.tell(f"{called(plan)}: compiled in {run.compile_us / 1e6:.1f} s")
-        run.present = old
+        run.switch(old)
