@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from torch import nn
@@ -70,6 +69,8 @@ def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], prese
             for gradients in [tuple(members)]
         )
         sources = {"buckets": f"{reason}, made in the run"}
-        plan = Plan(model=present.model, world=present.world, accuracy="exact", buckets=buckets, sources=sources)
-        found.setdefault(len(cuts), replace(plan, cuts=cuts))
+        plan = Plan(
+            model=present.model, world=present.world, accuracy="exact", buckets=buckets, sources=sources, cuts=cuts
+        )
+        found.setdefault(len(cuts), plan)
     return found
