@@ -146,7 +146,7 @@ def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
     option = next(one for one in advise(problem.profile).options if one.name == CUTS)
     assert option.iteration_us == pytest.approx(choice.step_us)
     assert possible_cuts(choice.problem) is None
-    document["compute"]["gradients"][1]["backward_us"] = 20_000.0
+    document["compute"]["gradients"][5]["backward_us"] = 20_000.0
     assert possible_cuts(make_problem(parse_profile(document))) is None
 
 
