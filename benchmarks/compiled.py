@@ -167,7 +167,9 @@ def rehearse_cell(cell: Cell) -> dict[str, Any]:
 
 def rehearsed_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown."""
-    lines = ["| cell | without messages ms | compiled DDP ms | predicted | plan ms | predicted | plan / DDP | at best |"]
+    lines = [
+        "| cell | without messages ms | compiled DDP ms | predicted | plan ms | predicted | plan / DDP | at best |"
+    ]
     lines, ratios = [*lines, "| --- " * 8 + "|"], []
     for row in rows:
         ways = {way["name"]: way for way in row["rows"]}
