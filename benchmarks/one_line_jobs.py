@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.compiled_models import LENGTH, WORDS, Bert, Gpt, Vit, resnet
 from benchmarks.overhead import convolutions, encoder
 from examples.digits import ResNet20
 from planner.comparison.statistics import Interval, ratio_interval
@@ -37,6 +40,8 @@ SMALLER = 4.0
 SPIN_LESS = 4.0
 """By how much the ends of waits that are not slept are shorter: deep models have a gradient every 100 us."""
 SWEPT_STEPS = 40
+KEPT_BATCHES = 8
+"""Last batches that are not made again."""
 
 Rounds = list[list[float]]
 """Times of steps in microseconds, by block."""
@@ -78,10 +83,13 @@ def perceptron(width: int = 1024) -> nn.Module:
 Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
-def _random(classes: int, *shape: int, words: int = 0) -> Batch:
+def _random(classes: int, *shape: int, words: int = 0, each: bool = False) -> Batch:
+    """Return batches of numbers, or of some words; labels of a sample, or of each word."""
+    labels = shape if each else shape[:1]
+
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x = torch.randint(words, shape, generator=generator) if words else torch.randn(*shape, generator=generator)
-        return x, torch.randint(classes, shape[:1], generator=generator)
+        return x, torch.randint(classes, (prod(labels),), generator=generator)
 
     return batch
 
@@ -101,6 +109,15 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "small language": (lambda: Language(2000, 96), _random(2000, 8, 32, words=2000)),
 }
 """Of a million parameters at most, for links of 200 Mbit/s."""
+COMPILED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "gpt": (Gpt, _random(WORDS, 4, LENGTH, words=WORDS, each=True)),
+    "bert": (Bert, _random(WORDS, 3, LENGTH, words=WORDS, each=True)),
+    "vit": (Vit, _random(10, 4, 3, 32, 32)),
+    "resnet": (resnet, _random(10, 4, 3, 32, 32)),
+    "mlp": (lambda: perceptron(640), _random(10, 128, 640)),
+}
+"""Those of `benchmarks.compiled`."""
+JOBS = COMPUTED | SMALL | COMPILED
 LOOPBACK = "loopback"
 
 
@@ -121,7 +138,7 @@ def accelerated(job: str, rank: int) -> TrainingJob:
 
 def parameters_of(job: str) -> list[nn.Parameter]:
     """Return the parameters of a job's model, the last ones first, as they become ready."""
-    computed = (COMPUTED | SMALL).get(job)
+    computed = JOBS.get(job)
     model = computed[0]() if computed else accelerated(job, 0).model
     return [*model.parameters()][::-1]
 
@@ -132,9 +149,10 @@ class Run:
     def __init__(self, job: str) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(1)
-        self._batch: Batch | None = None
-        if computed := (COMPUTED | SMALL).get(job):
-            make, self._batch = computed
+        self._batch: Callable[[int], tuple[Tensor, Tensor]] | None = None
+        if computed := JOBS.get(job):
+            make, batch = computed
+            self._batch = lru_cache(KEPT_BATCHES)(lambda number: batch(torch.Generator().manual_seed(number)))
             self.model = make()
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         else:
@@ -145,7 +163,7 @@ class Run:
         if self._batch is None:
             alone: Tensor = forward(torch.zeros((), dtype=torch.float64))
             return alone
-        x, labels = self._batch(torch.Generator().manual_seed(dist.get_world_size() * number + dist.get_rank()))
+        x, labels = self._batch(dist.get_world_size() * number + dist.get_rank())
         return functional.cross_entropy(forward(x), labels)
 
     def step(self, forward: nn.Module, number: int) -> None:

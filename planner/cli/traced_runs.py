@@ -14,8 +14,10 @@ from rich.progress import Progress as Bars
 
 from planner.cli.commands import Explain, Import
 from planner.cli.options import printed_json
+from planner.decide.cut_choice import possible_cuts
 from planner.documents.profile import Profile
 from planner.documents.text import SENTENCE_CHARACTERS, sanitize
+from planner.model.problem import make_problem
 from planner.report.files import TRACE, check_writable
 from planner.report.listing import print_tables
 from planner.traces.events import Run
@@ -43,12 +45,14 @@ def import_traces(asked: Import) -> None:
             f"leave the option out"
         )
     explained = explain_run(run, profile, changes=False)
-    replace(profile, notes=(*(profile.notes or ()), *explained.doubt) or None).save(asked.output)
+    cuts = None if profile.cluster is None or profile.units else possible_cuts(make_problem(profile))
+    more = [*explained.doubt, *([] if cuts is None else [cuts.note])]
+    replace(profile, notes=(*(profile.notes or ()), *more) or None).save(asked.output)
     if printed_json(explained.to_document):
         return
-    more = asked.output if profile.units is None else f"{asked.output} --parallel fsdp2"
-    wrote = f"wrote {asked.output}; continue with: planner optimize {more} -o plan.json"
-    _print_lines(explained, *explained.doubt, wrote)
+    plans = asked.output if profile.units is None else f"{asked.output} --parallel fsdp2"
+    wrote = f"wrote {asked.output}; continue with: planner optimize {plans} -o plan.json"
+    _print_lines(explained, *more, wrote)
 
 
 def explain_traces(asked: Explain) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from planner.decide.strategies import make_schedule
+from planner.decide.strategies import make_schedule, problem_of
 from planner.emit.lower import lower
 from planner.model.problem import Problem
+from planner.model.regions import with_cuts
 from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import Plan
@@ -167,6 +168,7 @@ def make_lineup(
             f"--strategy {','.join(strategies)}: found no profile to make them from; expected --profile profile.json"
         )
     if problem is not None:
+        problem = with_cuts(problem, plan.cuts or ())
         names = {gradient.name for gradient in problem.profile.compute.gradients}
         if odd := sorted(names ^ set(plan.gradients)):
             raise InputError(
@@ -178,7 +180,7 @@ def make_lineup(
                 f"--profile: found a cluster of {problem.ranks} ranks, expected the plan's {plan.world.ranks}; give "
                 f"the profile that the plan was made from"
             )
-    baseline = BucketVariant(name=NO_COMMUNICATION, kind="no_communication", predicted_us=_compute_us(plan))
+    baseline = BucketVariant(name=NO_COMMUNICATION, kind="no_communication", predicted_us=_compute_us(plan, problem))
     found = [baseline, of_ddp(DDP, None, plan, problem)]
     found += [BucketVariant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in hooks]
     for name in strategies:
@@ -229,10 +231,19 @@ def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None
     """Return plain DDP with a bucket size, with its prediction if there is one."""
     made = None
     if problem is not None:
-        made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
+        strategy = "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"
+        there = problem_of(problem, strategy)
+        made = lower(there, make_schedule(there, strategy))
     predicted = made.predicted if made else (plan.baselines or {}).get("ddp") if cap_mib is None else None
     predicted_us = predicted.iteration_us if predicted else None
     return BucketVariant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=predicted_us)
+
+
+def cut_as(variant: BucketVariant, problem: Problem) -> Problem:
+    """Return the step with a compiled graph cut as a variant has it; itself where the model is not compiled."""
+    if variant.kind == "ddp":
+        return problem_of(problem, DDP if variant.cap_mib is None else f"{DDP}:{variant.cap_mib:g}")
+    return with_cuts(problem, () if variant.plan is None else variant.plan.cuts or ())
 
 
 def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: Sequence[float]) -> list[float]:
@@ -250,8 +261,11 @@ def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: S
     return found
 
 
-def _compute_us(plan: Plan) -> float | None:
+def _compute_us(plan: Plan, problem: Problem | None) -> float | None:
     predicted = plan.predicted
+    if problem is not None and problem.uncut is not None and not plan.sharded:  # one graph
+        whole = with_cuts(problem, ())
+        return whole.compute_end_us + whole.update_us
     if predicted is None or predicted.exposed_us is None:
         return None
     norms = plan.updates.norms if plan.updates else None

@@ -10,12 +10,13 @@ from typing import Any
 from planner.cost import nccl
 from planner.cost.model import communication_cost
 from planner.cost.wire import DTYPES
-from planner.decide.strategies import make_schedule
+from planner.decide.cut_choice import cut_problem, possible_cuts
+from planner.decide.strategies import make_schedule, problem_of
 from planner.documents.accelerators import ACCELERATORS, ROOM, find_accelerator, kind_of
 from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.estimate import ComputeBasis, check_accelerators, scale_profile
 from planner.documents.profile import Cluster, ComputeEstimate, Profile
-from planner.documents.text import mib, ms
+from planner.documents.text import mib, ms, pluralize
 from planner.documents.units import Units
 from planner.fsdp2.inputs import PER_BLOCK, Setting, baselines_of, setting_of
 from planner.fsdp2.simulator import Step, simulate
@@ -27,6 +28,8 @@ from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 from runtime.plan.timeline import Timeline
 
+CUTS = "cuts"
+"""Name of the option that cuts a compiled graph."""
 WORTH, WORTH_ASKING, WORTH_LOSING = 0.02, 0.05, 0.10
 """Shares of the step that an option has to save over less risky ones: a drop-in one, one that scripts have to know of,
 and one that loses digits."""
@@ -101,7 +104,7 @@ class Advice:
     so in `use`."""
     next_command: str | None
     """The command to continue with; None where stock DDP is all that is needed, nothing fits, blocks have to be
-    checkpointed first, or the cluster was changed, whose plan needs a cluster.json of its own."""
+    checkpointed or cuts measured first, or the cluster was changed, whose plan needs a cluster.json of its own."""
     memory_limit_bytes: int | None
     cost_source: str
     extrapolated: bool
@@ -187,6 +190,7 @@ def advice_on(
         InputError: as `advise` does.
     """
     check_accelerators(profile, problem.cost.cluster)
+    problem = cut_problem(problem)
     basis = problem.basis
     assert basis is not None
     limit, lossy = _limit(problem, basis, max_memory_mib), not brief
@@ -221,7 +225,7 @@ def _computed_with(problem: Problem, basis: ComputeBasis, limit: int | None) -> 
 def _command(advice: Advice, of: str, memory: str) -> str | None:
     """Return the command that makes the plan of the chosen way, if any."""
     option = advice.chosen
-    if option.name == "ddp" or option.fits is False or option.recomputed:
+    if option.name in ("ddp", CUTS) or option.fits is False or option.recomputed:
         return None
     asked = {"sharded-step": " --allow sharded-step", "fsdp2": " --parallel fsdp2", "bounded": " --accuracy bounded"}
     return f"planner optimize {of}{asked.get(option.interface, '')}{memory} -o plan.json"
@@ -258,12 +262,13 @@ def _off_by(problem: Problem, compute: float, messages: float, sign: int) -> Pro
     if messages and machine is not None:
         slower = nccl.scaled(machine, (1.0 + messages) ** sign)
         cost = communication_cost(replace(cost.cluster, nccl=slower))
-    return Problem(profile=profile, cost=cost)
+    return Problem(profile=profile, cost=cost, cuts=problem.cuts)
 
 
 def _options(problem: Problem, limit: int | None, *, lossy: bool) -> Iterator[Option]:
     """Yield all options, least risky first: drop-in, then those that scripts have to know of, then lossy ones."""
-    base = simulate_schedule(problem, make_schedule(problem, "ddp"))
+    ddp = problem_of(problem, "ddp")
+    base = simulate_schedule(ddp, make_schedule(ddp, "ddp"))
     whole = replicated_bytes(problem)
     option = _Maker(base.iteration_us, limit)
 
@@ -272,7 +277,12 @@ def _options(problem: Problem, limit: int | None, *, lossy: bool) -> Iterator[Op
     if problem.ranks == 1:
         return
     best = simulate_schedule(problem, make_schedule(problem, "optimal"))
-    yield option("ddp, planned buckets", best, whole, "buckets merged for this network")
+    cut = f", a compiled graph cut at {pluralize(len(problem.cuts), 'module')}" if problem.cuts else ""
+    yield option("ddp, planned buckets", best, whole, f"buckets merged for this network{cut}")
+    if (possible := possible_cuts(problem)) is not None:
+        step = simulate_schedule(possible.problem, make_schedule(possible.problem, "optimal"))
+        measures = f"{possible.note}; planner profile of a job with compile= measures costs"
+        yield option(CUTS, step, whole, measures, executed_by="planner.attach(compile=…)")
     if can_share(problem):
         shared = make_schedule(problem, "optimal:sharded-step")
         yield option(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.decide.strategies import best_baseline
 from planner.documents.text import ms, pluralize
 from planner.model.modes import step_us
 from planner.model.problem import Problem
-from planner.model.regions import with_cuts
+from planner.model.regions import is_whole, with_assumed_cuts, with_cuts
 from planner.passes.merge import Merge
 from planner.search.cuts import best_cuts
 
@@ -35,8 +35,17 @@ class CutChoice:
             return f"one compiled graph ({ms(self.whole_us)}): no cut makes the step shorter"
         return (
             f"the compiled graph is cut at {pluralize(len(cuts), 'module')}: {ms(self.step_us)} in place of "
-            f"{ms(self.whole_us)} with one graph; attach with compile= executes that"
+            f"{ms(self.whole_us)} with one graph{self.assumed}; attach with compile= executes that"
         )
+
+    @property
+    def assumed(self) -> str:
+        """Return that costs of cuts are assumed; empty where they were measured."""
+        compiled = None if self.problem.uncut is None else self.problem.uncut.profile.compute.compiled
+        if compiled is None or compiled.measured or not compiled.cuts:
+            return ""
+        cut = compiled.cuts[0]
+        return f", if a cut costs {ms(cut.forward_us + cut.backward_us)}, which was not measured"
 
 
 @lru_cache(maxsize=8)
@@ -69,3 +78,13 @@ def cut_problem(problem: Problem) -> Problem:
 
 def _merged_us(problem: Problem) -> float:
     return step_us(problem, Merge().apply(best_baseline(problem), problem).schedule)
+
+
+def possible_cuts(problem: Problem) -> CutChoice | None:
+    """Return the cuts that would win where a model is compiled as one graph, at costs that are assumed; None where it
+    is not, or the names of its gradients have no blocks.
+    """
+    if problem.cuts is not None or not is_whole(problem.profile.compute):
+        return None
+    profile = with_assumed_cuts(problem.profile)
+    return None if profile is None else choose_cuts(replace(problem, profile=profile))

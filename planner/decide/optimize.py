@@ -12,7 +12,7 @@ from planner.decide.pipeline import AfterPass, run_passes
 from planner.decide.plan_request import Request
 from planner.decide.scaling import OPTIMAL, scaling_curve
 from planner.decide.solvers import SOLVER_SKIPPED, Solved, solve
-from planner.decide.strategies import BASELINES, best_baseline, make_schedule
+from planner.decide.strategies import BASELINES, best_baseline, make_schedule, problem_of
 from planner.documents.profile import Cluster, Profile, refuse_unmeasured
 from planner.documents.text import ms, pluralize
 from planner.emit.lower import lower, predict
@@ -198,8 +198,9 @@ def _exact_plan(problem: Problem, found: Candidate, solved: Solved | None = None
     """Return the plan of an exact candidate, with baselines, certificate, scaling curve, sources and notes."""
     baselines = {}
     for name in BASELINES:
-        baseline = make_schedule(problem, name)
-        baselines[name] = baseline_prediction(problem, baseline, predict(problem, baseline, timeline=True))
+        there = problem_of(problem, name)
+        baseline = make_schedule(there, name)
+        baselines[name] = baseline_prediction(there, baseline, predict(there, baseline, timeline=True))
     plan = lower(problem, found.schedule)
     assert plan.predicted is not None
     here_us = {name: of.iteration_us for name, of in ({OPTIMAL: plan.predicted} | baselines).items()}

@@ -14,7 +14,7 @@ from planner.cost.sparse import flat_is_implied
 from planner.cost.wire import encoding
 from planner.decide.cut_choice import cut_problem
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
-from planner.decide.strategies import accuracy_of, make_schedule
+from planner.decide.strategies import accuracy_of, make_schedule, problem_of
 from planner.documents.catalog import find_cluster, find_profile, name_of
 from planner.documents.profile import Cluster, Profile
 from planner.documents.text import as_names
@@ -129,8 +129,9 @@ def simulate(
     results = []
     where = name_of(profile if cluster is None else cluster)
     for count in counts or (None,):
-        problem = cut_problem(make_problem(loaded, machines, count, where=where))
+        chosen = cut_problem(make_problem(loaded, machines, count, where=where))
         for strategy in strategies:
+            problem = problem_of(chosen, strategy)
             schedule = make_schedule(problem, strategy)
             solved = solve_strategy(problem, strategy, schedule, limit) if solver == "cpsat" else None
             schedule = solved.schedule if solved else schedule

@@ -22,6 +22,7 @@ from planner.model.compression import MAX_RATIO
 from planner.model.modes import best_of
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.problem import Problem
+from planner.model.regions import cut_behind
 from planner.passes.delay import DEFAULT_MAX_DELAY, MAX_DELAY, delayed_schedule, push_bucketings
 from planner.passes.joint import Joint
 from planner.passes.late_gather import LateGathers
@@ -167,3 +168,12 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
         arguments = [usage for one in STRATEGIES.values() for usage in one.usages[1:]]
         raise InputError(f"found the strategy {strategy!r}, expected one of: {', '.join([*STRATEGIES, *arguments])}")
     return STRATEGIES[name].schedule(problem, argument if colon else None)
+
+
+def problem_of(problem: Problem, strategy: str) -> Problem:
+    """Return the step that a strategy trains: DDP cuts a compiled graph where its own buckets end."""
+    if problem.profile.compute.compiled is None and problem.uncut is None:
+        return problem
+    if strategy.partition(":")[0] != ddp.name:
+        return problem
+    return cut_behind(problem, (bucket.gradients for bucket in make_schedule(problem, strategy).buckets))

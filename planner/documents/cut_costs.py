@@ -45,6 +45,11 @@ class CompiledProfile(Record):
     compile_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     """Seconds of compiling that the measurement took."""
 
+    @property
+    def measured(self) -> bool:
+        """Return whether costs of cuts were measured; else they are assumed."""
+        return self.whole_us is not None
+
     def problem_among(self, gradients: Sequence[Gradient], path: str) -> str | None:
         """Return what is wrong with the places of cuts among the profile's gradients."""
         for index, (before, cut) in enumerate(pairwise((0, *(cut.after for cut in self.cuts)))):

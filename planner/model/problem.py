@@ -65,6 +65,8 @@ class Problem:
     """Basis of the compute times; None where it is not needed."""
     cuts: tuple[str, ...] | None = None
     """Modules at which the compiled graph is cut, in the order of forward; None where no cuts were measured."""
+    uncut: Problem | None = None
+    """The problem that these cuts were made in, which has all places for cuts; None where it has none of them."""
 
     @property
     def ranks(self) -> int:

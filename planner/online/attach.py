@@ -183,7 +183,8 @@ def _unused(path: Path) -> Path:
 
 def _plan_text(plan: Plan) -> str:
     """Return the plan's tables; of buckets that were made in the run, of which nothing is predicted, a line."""
-    if plan.predicted is None and plan.buckets[0].reason and plan.buckets[0].reason.startswith(AS_DDP):
+    made_in_run = plan.cuts is not None or (plan.buckets[0].reason or "").startswith(AS_DDP)
+    if plan.predicted is None and plan.buckets[0].reason and made_in_run:
         return f"{pluralize(len(plan.buckets), 'bucket')}, {plan.buckets[0].reason}; nothing is predicted of them"
     console = make_console()
     with console.capture() as shown:
@@ -282,7 +283,7 @@ def attach(
         if isinstance(loaded, Plan):
             _check_permitted(loaded, accuracy, compress, allow)
         return attach_as(PlannedSession, model, optimizer, loaded, options)
-    opener = Opener(model, optimizer, accuracy or "exact", compress, as_names(allow or ()))
+    opener = Opener(model, optimizer, accuracy or "exact", compress, as_names(allow or ()), compile)
     openings: list[Opening] = []
 
     def first_plan(world: World, facts: ModelFacts, everyone: Sequence[RankInfo]) -> Plan:

@@ -50,6 +50,8 @@ class Key(Record):
     """Class of the optimizer, and of its wrapper: not every plan can update by every optimizer."""
     accuracy: Accuracy
     allow: tuple[Name, ...] = ()
+    compile: Name | None = None
+    """Backend that compiles the model in regions."""
 
     @property
     def alike(self) -> dict[str, Any]:

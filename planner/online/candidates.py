@@ -98,7 +98,7 @@ class Candidates:
         if "problem" in answer:
             run.tell(f"no plan was made, the run goes on with its buckets: {answer['problem']}", aloud=True)
             return None
-        plan = self.decided = parse_plan(answer["plan"])
+        plan = self.decided = self._as_cut(parse_plan(answer["plan"]))
         self._outside_us = answer["outside_us"]
         predicted_us = self.predicted_us(plan) or 0.0
         present_us, *sized_us = (other_us + self._outside_us for other_us in answer["others_us"])
@@ -106,7 +106,9 @@ class Candidates:
         self.others = {
             count: (other, us / present_us) for (count, other), us in zip(sized.items(), sized_us, strict=True)
         }
-        named = [(self.predicted_us(one) or 0.0, one) for one in map(parse_plan, answer["strategies"])]
+        named = [
+            (self.predicted_us(one) or 0.0, one) for one in map(self._as_cut, map(parse_plan, answer["strategies"]))
+        ]
         faster = [(us, one) for us, one in named if us < (1.0 - WORTH_TRYING) * present_us]
         if accuracy == "bounded":
             self.narrow = [one for _, one in sorted(faster, key=lambda pair: pair[0])]
@@ -158,8 +160,12 @@ class Candidates:
         present, plans = self._run.present, dict[int, Plan]()
         for cap_mib in CAPS_MIB:
             plan = ddp_plan(self._run.session._parameters, present.gradients, present.model, present.world, cap_mib)
-            plans.setdefault(len(plan.buckets), plan)
+            plans.setdefault(len(plan.buckets), self._as_cut(plan))
         return plans
+
+    def _as_cut(self, plan: Plan) -> Plan:
+        """Return a plan that leaves the cuts of a compiled graph as they are: it is made from what they gave."""
+        return replace(plan, cuts=self._run.present.cuts)
 
     def predicted_us(self, plan: Plan) -> float | None:
         """Return how far the end of an update is expected to lie behind that of the one before."""
@@ -191,5 +197,5 @@ def digest_of(plan: Plan) -> str:
     steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
     return Plan(
         model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,
-        phase_order=plan.phase_order, outer=plan.outer,
+        phase_order=plan.phase_order, outer=plan.outer, cuts=plan.cuts,
     ).digest()  # fmt: skip

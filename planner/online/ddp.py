@@ -1,20 +1,24 @@
-"""DistributedDataParallel's own buckets as a plan, which needs no profile: a run begins with them."""
+"""Plans that need no profile: DistributedDataParallel's own buckets, with which a run begins, and those of regions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from torch import nn
 
+from planner.documents.text import pluralize
 from planner.model.compression import NARROWED
 from planner.strategies.baselines import ddp_buckets
 from runtime.checks.plan import dtype_name
+from runtime.core.compiled import blocks_of, starts_of
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.document import CompressorSpec
 from runtime.plan.transports import TWO_SHOT
 
 AS_DDP = "as DistributedDataParallel cuts"
+WHOLE = "one compiled graph"
 
 
 def ddp_plan(
@@ -54,3 +58,35 @@ def in_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], dtype: str) -> 
         for bucket in plan.buckets
     )
     return replace(plan, accuracy="bounded", buckets=buckets, predicted=None, fallback=plan)
+
+
+def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], present: Plan) -> dict[int, Plan]:
+    """Return plans with other cuts of a compiled graph, by the number of cuts: none, every fourth block, every second
+    one, every one. Each region has a bucket.
+    """
+    starts = {block: start for block, start in starts_of(model, blocks_of(model)).items() if start > 0}
+    blocks = sorted(starts, key=lambda block: starts[block])
+    places = {id(one): place for place, one in enumerate(model.parameters())}
+    found: dict[int, Plan] = {}
+    for every in (None, 4, 2, 1):
+        cuts = () if every is None else tuple(blocks[::-1][::every][::-1])
+
+        def region(name: str, cuts: tuple[str, ...] = cuts) -> int:
+            return -sum(starts[cut] <= places[id(parameters[name])] for cut in cuts)
+
+        reason = f"{pluralize(len(cuts), 'cut')} of the compiled graph" if cuts else WHOLE
+        buckets = tuple(
+            PlanBucket(
+                gradients=gradients,
+                size_bytes=sum(parameters[name].numel() * parameters[name].element_size() for name in gradients),
+                reason=reason,
+            )
+            for _, members in groupby(sorted(present.gradients, key=region), key=region)
+            for gradients in [tuple(members)]
+        )
+        sources = {"buckets": f"{reason}, made in the run"}
+        plan = Plan(
+            model=present.model, world=present.world, accuracy="exact", buckets=buckets, sources=sources, cuts=cuts
+        )
+        found.setdefault(len(cuts), plan)
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -134,19 +135,21 @@ class Pilot:
         reference_us = None
         if run.opening.remembered is None:
             run.switch(self._ddp_in_order())
+            begun_s = time.perf_counter()
             yield from run.wait(1)
+            run.compile_us = (time.perf_counter() - begun_s) * 1e6 if self._trials.tries_cuts else 0.0
             if run.opening.way == "off":
                 return
             if run.opening.way == "auto" and run.opening.measured_on is not None:
                 yield from self._try_scaled()
-            yield from self._improve()
+            yield from self._plan()
         elif run.opening.remembered.settled or run.opening.way != "auto":
             reference_us = run.opening.remembered.step_us
         else:
-            yield from self._improve()
+            yield from self._plan()
         while run.opening.way == "auto" and self.watches:
             if (yield from self._drifted(reference_us)):
-                yield from self._improve()
+                yield from self._plan()
             reference_us = None
         yield from run.wait(1)  # back to the present plan, where a trial was the last thing that happened
 
@@ -184,6 +187,18 @@ class Pilot:
         if plan is not None:
             yield from run.wait(max(0, WARM_UP_STEPS - run.session.step))
             yield from self._trials.try_plan(plan)
+
+    def _plan(self) -> Steps[None]:
+        """Improve the plan; where other cuts of a compiled graph are faster, once more with these."""
+        yield from self._improve()
+        run = self._run
+        if not self._trials.tries_cuts or run.opening.way != "auto":
+            return
+        if run.present.accuracy == "exact" and not run.present.sharded and (yield from self._trials.try_cuts()):
+            yield from self._improve()
+        self._trials.tries_cuts = False
+        run.doing = None
+        run.remember()
 
     def _improve(self) -> Steps[None]:
         """Measure an exact plan's steps, decide, and keep what is faster: an exact plan, and where riskier ones are
@@ -248,7 +263,7 @@ class Pilot:
             if self._candidates.off > FAR_OFF and run.present.accuracy == "exact" and not run.present.sharded:
                 yield from self._trials.try_sizes(tried)
         run.doing = None
-        run.remember()
+        run.remember(settled=not self._trials.tries_cuts)
 
     def _try_narrow(self, first: Sequence[Overlap]) -> Steps[Plan | None]:
         """Try DDP's buckets in 8 bits before anything is timed, where that could win: what they save pays for timing.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from planner.documents.profile import Profile
 from planner.documents.text import pluralize
 from planner.online.cache import Remembered
+from planner.online.ddp import AS_DDP
 from planner.online.opening import Opening
 from planner.online.trying import FEWEST_ROUNDS
 from planner.profile.request import LOGGER, heard
@@ -66,6 +67,8 @@ class PlannedRun:
             later_s=MEASURING_S + DECIDING_S,
         )  # fmt: skip
         """Stage of planning; None: planning waits for nothing."""
+        self.compile_us = 0.0
+        """Time that graphs of a compiled model took to compile when it was seen last; 0: it is not compiled."""
         self.trials = 0
         """Number of plans that were tried."""
         self.cost_us = 0.0
@@ -190,6 +193,10 @@ def called(plan: Plan) -> str:
     if plan.predicted is not None:
         kind = "" if plan.accuracy == "exact" else f"{plan.accuracy} "
         return f"the {kind}plan of {pluralize(len(plan.buckets), 'bucket')}"
-    _, at, size = (plan.buckets[0].reason or "").partition(" at ")
+    reason = plan.buckets[0].reason or ""
     dtypes = ", ".join(dict.fromkeys(bucket.compressor.dtype or "" for bucket in plan.buckets if not bucket.dense))
-    return f"DDP's buckets{at}{size}{' in ' * bool(dtypes)}{dtypes}"
+    encoded = f" in {dtypes}" if dtypes else ""
+    if plan.cuts is not None and not reason.startswith(AS_DDP):
+        return f"{reason}{encoded}"
+    _, at, size = reason.partition(" at ")
+    return f"DDP's buckets{at}{size}{encoded}"

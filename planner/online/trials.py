@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Generator, Mapping
 
 from planner.ir import GAIN
 from planner.online.candidates import Candidates, digest_of
+from planner.online.ddp import region_plans
 from planner.online.measuring import Overlap, Seen, median_overlap, observe, sizes_of
 from planner.online.planned_run import TRIAL_STEPS, PlannedRun, Steps, called
 from planner.online.trying import FEWEST_ROUNDS, climb, judge
+from runtime.core.compiled import default_cuts
 from runtime.monitor.trial import Rounds, block_of, trial_steps
 from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan
 
+COMPILE_BUDGET = 0.05
+"""Share of the time so far that compiling for trials may take."""
 TRIAL_BUDGET, MIN_BUDGET_STEPS = 0.01, 0.5
 """Share of the steps so far that all trials may cost, and the steps of it that another trial needs to begin."""
 
@@ -22,8 +28,10 @@ class Trials:
 
     def __init__(self, run: PlannedRun, candidates: Candidates) -> None:
         self._run, self._candidates = run, candidates
-        self._lost_steps = 0.0
-        """Cost of trials, in steps of the plans that they began with."""
+        self._lost_steps = self._compiled_us = 0.0
+        """Cost of trials, in steps of the plans that they began with; time of compiling for them."""
+        self.tries_cuts = run.session._options.compile is not None
+        """Whether other cuts of a compiled graph are still to be tried."""
 
     def try_plan(self, plan: Plan) -> Steps[list[Seen]]:
         """Train by both plans in interleaved blocks and keep the faster; return the measurements of the present one and
@@ -84,13 +92,56 @@ class Trials:
         others = {count: other for count, other in self._candidates.others.items() if digest_of(other[0]) not in tried}
         predicted = {count: ratio for count, (_, ratio) in others.items()}
         sizes = climb(predicted, len(self._run.present.buckets), self._candidates.off)
-        count = next(sizes, None)
+        yield from self._climb(
+            {count: plan for count, (plan, _) in others.items()},
+            sizes,
+            f"the simulator was {self._candidates.off:.0%} off here: other sizes of buckets are tried",
+        )
+
+    def try_cuts(self) -> Steps[bool]:
+        """Try one graph and other cuts of a compiled one, as long as compiling may cost something; return whether the
+        faster plan has other cuts than before.
+        """
+        run, self.tries_cuts = self._run, False
+        model, before = run.session.model, run.present.cuts
+        plans = region_plans(model, run.session._parameters, run.present)
+        present = len(default_cuts(model) if before is None else before)
+        plans.pop(present, None)
+        counts = climb(dict.fromkeys(plans, 1.0), present, 0.0)
+        yield from self._climb(plans, counts, "other cuts of the compiled graph are tried", compiles=True)
+        return run.present.cuts != before
+
+    def _climb(
+        self, plans: Mapping[int, Plan], counts: Generator[int, bool, None], why: str, *, compiles: bool = False
+    ) -> Steps[None]:
+        """Try plans by number as `climb` gives them; `compiles`: each is compiled before."""
+        count = next(counts, None)
         if count is not None:
-            self._run.tell(f"the simulator was {self._candidates.off:.0%} off here: other sizes of buckets are tried")
+            self._run.tell(why)
         while count is not None:
-            plan, _ = others[count]
-            yield from self.try_plan(plan)
+            if compiles:
+                yield from self._compile(plans[count])
+            yield from self.try_plan(plans[count])
             try:
-                count = sizes.send(self._run.present is plan)
+                count = counts.send(self._run.present is plans[count])
             except StopIteration:
                 count = None
+
+    def _compile(self, plan: Plan) -> Steps[None]:
+        """Wait until compiling may cost something, then make a step with a plan, in which its graphs are compiled."""
+        run = self._run
+        known: list[tuple[float, float]] = run.gather((run.compile_us, run.step_us), "agreeing when to compile")
+        expected_us, step_us = (max(column) for column in zip(*known, strict=True))
+        begin_step = math.ceil((self._compiled_us + expected_us) / (COMPILE_BUDGET * step_us))
+        left = max(0, begin_step - run.session.step)
+        run.begin_stage(f"{called(plan)} is compiled and tried", left + TRIAL_STEPS)
+        yield from run.wait(left)
+        started_s, old = time.perf_counter(), run.present
+        run.switch(plan)
+        yield from run.wait(1)
+        mine_us = max(0.0, (time.perf_counter() - started_s) * 1e6 - step_us)
+        run.compile_us = max(run.gather(mine_us, "comparing times of compiling"))
+        self._compiled_us += run.compile_us
+        run.cost_us += run.compile_us
+        run.tell(f"{called(plan)}: compiled in {run.compile_us / 1e6:.1f} s")
+        run.switch(old)

@@ -1,8 +1,8 @@
 """Regions of a compiled model: where gradients become ready, and what the cuts between them cost.
 
-The model is compiled twice: with a cut at every block, at most 48 of them, and as one graph. Times of regions are those
-of the first, less the difference of both, which is shared out evenly among the cuts. Equal blocks are compiled once by
-backends that cache graphs (inductor).
+The model is compiled with a cut at every block, at most 48 of them, and as one graph. The difference is what all cuts
+cost. Cuts at unlike blocks, in at most three groups, are also measured group by group, unless one graph took a minute
+to compile. Equal blocks are compiled once by backends that cache graphs (inductor).
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from statistics import fmean
 
+import torch
+
 from planner.documents.cut_costs import CompiledProfile, Cut
-from planner.documents.profile import ComputeProfile, Gradient
+from planner.documents.profile import ComputeProfile
 from planner.documents.text import ms, pluralize
+from planner.model.regions import find_cuts
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
 from planner.profile.request import Phases
@@ -27,7 +31,9 @@ MOST_CUTS = 48
 COMPILING_STEPS = 2
 """Steps in which graphs are compiled."""
 ROUNDS = 2
-"""Times that one graph and all cuts are measured, interleaved."""
+"""Times that one graph, groups of cuts and all cuts are measured, interleaved."""
+MOST_GROUPS, MOST_COMPILE_S = 3, 60.0
+"""Groups of cuts that are measured by themselves, and the seconds of compiling one graph above which none is."""
 TIMES = ("forward_us", "backward_us")
 
 
@@ -55,9 +61,8 @@ def regions_of(training: Training) -> Iterator[Regions | None]:
         yield None
         return
     compiled, blocks = CompiledModel(training.model, training.compile), blocks_of(training.model)
-    backend = CompileOptions.of(training.compile).backend
     chosen = tuple(blocks[:: -(-len(blocks) // MOST_CUTS) or 1])
-    regions = Regions(compiled, chosen, backend if isinstance(backend, str) else getattr(backend, "__name__", "own"))
+    regions = Regions(compiled, chosen, CompileOptions.of(training.compile).name)
     try:
         regions.cut(training, chosen)
         yield regions
@@ -77,41 +82,72 @@ def with_costs(
         regions: the cuts. Afterwards the model is compiled with them again.
     """
     compile_s = regions.cut(training, ())
-    whole, cut_up = list[ComputeProfile](), list[ComputeProfile]()
+    compile_s = max(bench.world.gather(compile_s, "comparing times of compiling"))
+    cuts = find_cuts(found.gradients, _parameters_of(training, regions.blocks))
+    groups = _groups(training, cuts) if compile_s < MOST_COMPILE_S else [cuts]
+    forms = [(), *(tuple(cut.module for cut in group) for group in groups if group is not cuts), regions.blocks]
+    measured: list[list[ComputeProfile]] = [[] for _ in forms]
     for _ in range(ROUNDS):  # interleaved: the machine may be slower for a while
-        for blocks, times in (((), whole), (regions.blocks, cut_up)):
+        for blocks, times in zip(forms, measured, strict=True):
             regions.cut(training, blocks)
             times.append(combine(measure_again(training, bench), training.parameters))
-    cuts = find_cuts(found.gradients, _parameters_of(training, regions.blocks))
-    count = max(1, len(cuts))
-    forwards_us, backwards_us = (
-        [fmean(getattr(one, name) for one in form) for form in (whole, cut_up)] for name in TIMES
+    forwards_us, backwards_us = ([fmean(getattr(one, name) for one in form) for form in measured] for name in TIMES)
+    counts = [len(group) for group in groups]
+    costs = zip(groups, cut_costs(forwards_us, counts), cut_costs(backwards_us, counts), strict=True)
+    cuts = tuple(
+        replace(cut, forward_us=round(forward_us, 3), backward_us=round(backward_us, 3))
+        for group, forward_us, backward_us in costs
+        for cut in group
     )
-    forward_us, backward_us = (max(0.0, many - one) / count for one, many in (forwards_us, backwards_us))
     whole_us = forwards_us[0] + backwards_us[0]
     phases.say(
         f"{pluralize(len(cuts), 'cut')} of the graph: forward and backward take "
-        f"{ms(forwards_us[1] + backwards_us[1])}, those of one graph {ms(whole_us)}"
+        f"{ms(forwards_us[-1] + backwards_us[-1])}, those of one graph {ms(whole_us)}"
     )
     gradients = list(found.gradients)
     for cut in cuts:  # the region that the cut ends has paid for it
         start = max((other.after for other in cuts if other.after < cut.after), default=0)
         index = max(range(start, cut.after), key=lambda at: gradients[at].backward_us)
-        less_us = max(0.0, gradients[index].backward_us - backward_us)
+        less_us = max(0.0, gradients[index].backward_us - cut.backward_us)
         gradients[index] = replace(gradients[index], backward_us=round(less_us, 3))
     return replace(
         found,
-        forward_us=round(found.forward_us - forward_us * len(cuts), 3),
+        forward_us=round(max(0.0, found.forward_us - sum(cut.forward_us for cut in cuts)), 3),
         gradients=tuple(gradients),
         compiled=CompiledProfile(
             backend=regions.backend,
-            cuts=tuple(
-                replace(cut, forward_us=round(forward_us, 3), backward_us=round(backward_us, 3)) for cut in cuts
-            ),
+            cuts=cuts,
             whole_us=round(whole_us, 3),
             compile_s=round(compile_s, 3),
         ),
     )
+
+
+def _groups(training: Training, cuts: tuple[Cut, ...]) -> list[tuple[Cut, ...]]:
+    """Return runs of cuts at blocks with equal parameters; of more than three runs three parts of equal length."""
+    modules = modules_by_name(training.model)
+
+    def shapes(cut: Cut) -> list[torch.Size]:
+        return [parameter.shape for parameter in modules[cut.module].parameters()]
+
+    runs = [tuple(run) for _, run in groupby(cuts, key=shapes)]
+    if len(runs) <= MOST_GROUPS:
+        return runs if len(runs) > 1 else [cuts]
+    stops = [len(cuts) * part // MOST_GROUPS for part in range(MOST_GROUPS + 1)]
+    return [cuts[start:stop] for start, stop in pairwise(stops)]
+
+
+def cut_costs(times_us: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Return what a cut of each group costs, in microseconds, by least squares; never less than nothing.
+
+    Args:
+        times_us: with one graph, with the cuts of each group alone (of several groups), and with all cuts.
+        counts: the number of cuts of each group.
+    """
+    whole_us, *alone_us, all_us = times_us
+    parts_us = [alone - whole_us for alone in alone_us] or [all_us - whole_us]
+    more_us = (all_us - whole_us - sum(parts_us)) / (len(parts_us) + 1)
+    return [max(0.0, part + more_us) / max(1, count) for part, count in zip(parts_us, counts, strict=True)]
 
 
 def _parameters_of(training: Training, blocks: Sequence[str]) -> dict[str, set[str]]:
@@ -121,25 +157,3 @@ def _parameters_of(training: Training, blocks: Sequence[str]) -> dict[str, set[s
         block: {own.get(id(one), canonical_name(name)) for name, one in modules[block].named_parameters()}
         for block in blocks
     }
-
-
-def find_cuts(gradients: Sequence[Gradient], blocks: dict[str, set[str]]) -> tuple[Cut, ...]:
-    """Return the place of each block's cut among gradients, which came region by region.
-
-    What is computed between two blocks belongs to the region of the one that is earlier in forward, but the gradients
-    between theirs may be of either: the cut is where the longest time passed, that of the earlier region.
-    """
-    places = {
-        block: [index for index, gradient in enumerate(gradients) if gradient.name in names]
-        for block, names in blocks.items()
-    }
-    order = sorted((block for block in places if places[block]), key=lambda block: places[block][0])
-    cuts: list[Cut] = []
-    for position, block in enumerate(order):
-        first = places[block][-1] + 1
-        last = places[order[position + 1]][0] if position + 1 < len(order) else len(gradients) - 1
-        if not (cuts[-1].after if cuts else 0) < first <= last:
-            continue  # nothing is behind it in backward, or a shared parameter is in several blocks
-        after = max(range(first, last + 1), key=lambda index: gradients[index].backward_us)
-        cuts.append(Cut(module=block, after=after))
-    return tuple(cuts)

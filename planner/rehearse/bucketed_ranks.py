@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from planner.comparison.measure import (
     LEAST_CLEAR_ROUNDS,
@@ -30,6 +32,7 @@ from planner.comparison.variants import (
     Hook,
     Lineup,
     Rounds,
+    cut_as,
     make_lineup,
 )
 from planner.decide.batch_shares import choose_shares
@@ -87,9 +90,10 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         self._riskiest = max([asked.accuracy, *(each.accuracy for each in schedules)], key=ACCURACIES.index)
         shared = any(schedule.mode.shares_update for schedule in schedules)
         self._shares_update = shared or SHARDED_STEP in granted(asked.allow)
-        self._own = on_rank(asked.profile, asked.cluster, bench.world.rank, asked.equal_batch).compute
-        self._compute = scale.profile(replace(asked.profile, compute=self._own)).compute
-        job = make_job(self._compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
+        own = on_rank(asked.profile, asked.cluster, bench.world.rank, asked.equal_batch)
+        self._own, self._own_problem = own.compute, make_problem(own, asked.links, where=asked.name)
+        compute = scale.profile(own).compute
+        job = make_job(compute, bench.world.rank, scale.dilate, fused=self._riskiest != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         self._model = job.model
         name = f"rehearsal of {asked.name}"
@@ -226,6 +230,11 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         rounds, decided = super().rounds(decided, max(started_s, time.time() - 30.0 * self.asked.minutes))
         return replace(rounds, clear=(PLAN, DDP if self.asked.global_batch is None else EQUAL_SHARES)), decided
 
+    def _computes(self, variant: BucketVariant) -> None:
+        """Have this rank compute in the regions that a variant compiles."""
+        if self._own.compiled is not None:
+            self._model.retime(self.scale.profile(cut_as(variant, self._own_problem).profile).compute)
+
     def _batch_factor(self, shares: Mapping[str, int] | None) -> float:
         """Return the time of forward and backward of this rank with its share over that with an equal one."""
         asked, rank = self.asked, self.world.rank
@@ -242,7 +251,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         torch.manual_seed(SEED + 1 + self.world.rank)
         hold_links = partial(ranks.pace, links_of(self.asked.cluster), self.scale)
         trained = RehearsedJob(self._built, self._batch_factor)
-        runner = RehearsalRunner(trained, self.bench, self.scale, self._model, hold_links)
+        runner = RehearsalRunner(trained, self.bench, self.scale, self._model, hold_links, self._computes)
         measured = measure_all(runner, Lineup(decided.variants, decided.caps), rounds, SWEEP)
         late_us = {name: us / self.scale.dilate for name, us in runner.late_by_variant_us().items()}
         return measured, {"late_us": late_us}
@@ -269,11 +278,13 @@ class RehearsalRunner(VariantRunner):
 
     def __init__(
         self, trained: TrainedJob, bench: Bench, scale: Scale, model: AcceleratedModel,
-        hold_links: Callable[[], None],
+        hold_links: Callable[[], None], computes: Callable[[BucketVariant], None],
     ) -> None:  # fmt: skip
-        """Measure a model; `hold_links` is called after new connections are made, to hold their rate."""
+        """Measure a model; `hold_links` is called after new connections are made, to hold their rate, and `computes`
+        before a variant's block, to give the model its times.
+        """
         super().__init__(trained, bench, ranks.TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
-        self._accelerator, self._hold_links = model.device, hold_links
+        self._accelerator, self._hold_links, self._computes = model.device, hold_links, computes
         self._late_us: dict[str, list[float]] = {}
 
     def block(self, record: Record[BucketVariant], steps: int) -> None:
@@ -283,6 +294,13 @@ class RehearsalRunner(VariantRunner):
         late_us = self._accelerator.late_us - before_us
         late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
         self._late_us.setdefault(record.variant.name, []).append(late_us)
+
+    @contextmanager
+    def communicating(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[nn.Module]:
+        """See `VariantRunner.communicating`; ranks compute as the variant has it."""
+        self._computes(variant)
+        with super().communicating(variant, optimizer) as forward:
+            yield forward
 
     def _attach(
         self, optimizer: Optimizers | None, plan: Plan, weight: Callable[[], float] | None = None
@@ -334,6 +352,7 @@ def _unscaled_line(line: AnyLine, scale: Scale) -> AnyLine:
 
 def _from_constants(variant: BucketVariant, problem: Problem, constants: Problem) -> float | None:
     """Return the step, in microseconds, by the cluster's constants alone; None if they do not cover it."""
+    constants = cut_as(variant, constants)
     if variant.kind == "no_communication":
         return constants.compute_end_us + constants.update_us
     if variant.plan is None:
@@ -341,7 +360,7 @@ def _from_constants(variant: BucketVariant, problem: Problem, constants: Problem
     if variant.plan.accuracy == "exact" and not variant.plan.sharded:
         schedule = schedule_of(constants, variant.plan)
     elif variant.name != PLAN:
-        schedule = make_schedule(problem, variant.name)
+        schedule = make_schedule(cut_as(variant, problem), variant.name)
     else:
         return None
     return float(model_of(schedule).step_us(constants, schedule))

@@ -17,6 +17,7 @@ from planner.documents.profile import (
     ProfileWorld,
 )
 from planner.documents.text import pluralize
+from planner.model.regions import is_whole
 from planner.traces.curves import cluster_of
 from planner.traces.events import Floats, Run, Step, covered, union
 from planner.traces.gradients import Parameter, cuts_of, parameters_of_run, units_of
@@ -24,6 +25,7 @@ from runtime.errors import InputError
 from runtime.plan import ModelReference
 from runtime.plan.names import layer_of
 
+WHOLE = "nearly all gradients are ready at the end of backward, as of a compiled model"
 MOST_OVERHEAD_US = 50.0
 """The most that the profiler may add to one operation of a host."""
 
@@ -56,7 +58,6 @@ def profile_of(
     ready = np.median([timing.ready_us for timing in timings], axis=0)
     steps_us = np.diff(np.maximum.accumulate(np.maximum(ready, forward_us)), prepend=forward_us).round(3)
     update_us = round(float(np.median([timing.update_us for timing in timings])), 3)
-    notes += _together(chosen[0], forward_us)
     gradients = tuple(
         Gradient(
             name=parameter.name, layer=layer_of(parameter.name), numel=parameter.numel, dtype=dtype,
@@ -64,6 +65,13 @@ def profile_of(
         )
         for parameter, dtype, time_us in zip(ordered, chosen[0].dtypes, steps_us, strict=True)
     )  # fmt: skip
+    compute = ComputeProfile(
+        forward_us=round(forward_us, 3), update_us=update_us, gradients=gradients, repeats=len(chosen),
+        optimizer=_optimizer(run.optimizer),
+    )  # fmt: skip
+    if is_whole(compute):
+        how = "" if parameters else "; import it with --job, and what cuts of its graph would win is predicted"
+        notes.append(f"{WHOLE}: nothing can be hidden{how}")
     units = units_of(chosen, ordered, gradients, run.ranks, update_us)
     if units is not None:
         notes.append(f"a run of FSDP2, {units.summary}: plan it with --parallel fsdp2; activations are not in traces")
@@ -73,10 +81,7 @@ def profile_of(
             ranks=run.ranks, nodes=cluster.nodes if cluster is not None else None, backend=run.backend,
             device=run.device, accelerator=run.accelerator, memory_bytes=run.memory_bytes,
         ),
-        compute=ComputeProfile(
-            forward_us=round(forward_us, 3), update_us=update_us, gradients=gradients, repeats=len(chosen),
-            optimizer=_optimizer(run.optimizer),
-        ),
+        compute=compute,
         cluster=cluster,
         units=units,
         source=f"read from {pluralize(len(run.paths), 'trace')} of torch.profiler",
@@ -99,15 +104,6 @@ def _with_sizes(step: Step, parameters: Sequence[Parameter]) -> Step:
         for message, start, stop in zip(step.buckets, [0, *cuts], cuts, strict=False)
     ]
     return replace(step, buckets=tuple(buckets))
-
-
-def _together(step: Step, forward_us: float) -> list[str]:
-    """Say so where all gradients are ready at once, as of a compiled backward."""
-    backward_us = step.last_gradient_us - forward_us
-    late = np.count_nonzero(step.ready_us > step.last_gradient_us - 0.05 * backward_us)
-    if len(step.ready_us) <= 2 or late <= 0.9 * len(step.ready_us):
-        return []
-    return ["nearly all gradients are ready at the end of backward, as of a compiled model: nothing can be hidden"]
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ class CompileOptions:
         return made
 
     @property
+    def name(self) -> str:
+        """Return the backend's name."""
+        return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "own")
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Return inductor's settings by mode and options."""
         return inductor_settings(self.mode, self.options) if self.backend == INDUCTOR else {}
@@ -135,18 +140,22 @@ def default_cuts(model: nn.Module) -> tuple[str, ...]:
     """Return cuts by the rule of DistributedDataParallel: from the back a region ends at the block with which its
     gradients reach the limit.
     """
-    blocks, modules = blocks_of(model), modules_by_name(model)
-    names = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-    starts = [min(names[id(p)] for p in modules[block].parameters()) for block in blocks]
+    starts = starts_of(model, blocks_of(model))
     sizes = [p.numel() * p.element_size() if p.requires_grad else 0 for p in model.parameters()]
     cuts: list[str] = []
     size, end = 0, len(sizes)
-    for block, start in sorted(zip(blocks, starts, strict=True), key=lambda of: -of[1]):
+    for block, start in sorted(starts.items(), key=lambda of: -of[1]):
         size, end = size + sum(sizes[start:end]), min(start, end)
         if size >= (LATER_BYTES if cuts else FIRST_BYTES) and any(sizes[:start]):
             cuts.append(block)
             size = 0
     return tuple(reversed(cuts))
+
+
+def starts_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
+    """Return the place of the first parameter of each of some modules among the model's."""
+    modules, places = modules_by_name(model), {id(one): place for place, one in enumerate(model.parameters())}
+    return {block: min(places[id(one)] for one in modules[block].parameters()) for block in blocks}
 
 
 def report_regions(
@@ -162,7 +171,7 @@ def report_regions(
     """
     if argument is not None:
         regions = 1 + len(default_cuts(model) if cuts is None else cuts)
-        return f"compiled by {CompileOptions.of(argument).backend} in {regions} region{'s' * (regions > 1)}"
+        return f"compiled by {CompileOptions.of(argument).name} in {regions} region{'s' * (regions > 1)}"
     if cuts:
         return f"the plan has {len(cuts)} cuts of the compiled graph, which are not executed: attach with compile="
     if not is_compiled(model) or compiled_parts(model):

@@ -229,6 +229,7 @@ def everything() -> dict[str, Any]:
     found["failed backward"] = after_a_failed_backward()
     found["refusals"] = refusals()
     found["reductions"] = reductions()
+    found["compiled blocks"] = compiled_blocks()
     return found
 
 
@@ -265,6 +266,21 @@ def reductions() -> dict[str, float]:
         "all-reduce hook": off(hook, hook),
         "two models": two_models(),
     }
+
+
+def compiled_blocks() -> dict[str, float]:
+    """How far weights are from stock FSDP2's where both compile each block behind `fully_shard`."""
+    spec, found = WRAPPINGS["each block"], dict[str, float]()
+    for name, make in (("planned", lambda: planner.fully_shard(made(False), plan_for(spec), mesh_for(spec))),
+                       ("on hosts", lambda: on_hosts(False, spec))):  # fmt: skip
+        weights = []
+        for model in (by_hand(made(False), spec), make()):
+            torch._dynamo.reset()
+            for layer in model.get_submodule("layers").children():
+                layer.compile(backend="aot_eager")
+            weights.append(trained(model, adaptive=False))
+        found[name] = max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
+    return found
 
 
 def two_models() -> float:

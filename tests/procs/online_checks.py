@@ -148,6 +148,36 @@ def switch_inside() -> dict[str, bool]:
     return results
 
 
+def cuts_of_a_compiled_model() -> dict[str, bool]:
+    """Other cuts are tried after bucket sizes; the buckets that follow keep the cuts, and so does the cache."""
+    reference = with_ddp(mlp())
+    steps(reference, range(300))
+    expected = outcome(reference)
+    reference.close()
+    results = {}
+    for good in (True, False):
+        with hurried(good, COMPILE_BUDGET=1e9):
+            side = online(drift=False, compile="aot_eager")
+            session = session_of(side)
+            steps(side, range(300))
+            story = session._pilot.story if session._pilot else []
+            results |= {f"{good}: {what}": right for what, right in compare(expected, outcome(side)).items()}
+            results[f"{good}: the cost is reported: {story}"] = any("compiled in" in line for line in story)
+            kept, cuts = session.plan, ("2", "4") if good else None
+            results[f"{good}: {kept.cuts}, {len(kept.buckets)}"] = (
+                kept.cuts == cuts and (len(kept.buckets) == 6) == good
+            )
+            results[f"{good}: alike"] = ranks_agree((kept.digest(), story))
+            side.close()
+            again = online(drift=False, compile="aot_eager")
+            results[f"{good}: remembered"] = session_of(again).plan.cuts == cuts
+            again.close()
+            plain = online(drift=False)
+            results[f"{good}: not where nothing is compiled"] = session_of(plain).plan.cuts is None
+            plain.close()
+    return results
+
+
 def buckets_like_ddp() -> dict[str, bool]:
     """Of four models, after DDP has rebuilt its own."""
     results = {}
@@ -673,7 +703,8 @@ def outer_on_a_slow_link() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
-        switch_inside, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real, caches, ways, interrupted,
+        switch_inside, cuts_of_a_compiled_model, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real,
+        caches, ways, interrupted,
         slowed_link, plans_of_others, bounded_on_a_slow_link, bounded_on_a_fast_link, bounded_is_reported,
         outer_on_a_slow_link,
     )

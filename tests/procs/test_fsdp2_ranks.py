@@ -64,6 +64,13 @@ def test_gradients_are_reduced_as_the_script_asks(ranks: list[dict[str, Any]]) -
         assert {name: off for name, off in rank["reductions"].items() if off > rounds} == {}
 
 
+def test_blocks_that_are_compiled_behind_it_train_as_with_stock_fsdp2(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        rounds = 0.0 if len(ranks) == 2 else 1e-4
+        assert {name: off for name, off in rank["compiled blocks"].items() if off > rounds} == {}
+        assert "call torch.compile after planner.fully_shard" in rank["refusals"]["compiled in place"]
+
+
 RAISES = """
 import sys
 import torch

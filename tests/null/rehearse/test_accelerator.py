@@ -214,3 +214,22 @@ def test_a_batch_of_another_size_takes_longer_forward_and_backward(
         model(torch.zeros((), dtype=torch.float64)).backward()
         lengths_s.append(clock.now_s - started_s)
     assert lengths_s[1] == pytest.approx(3.0 * lengths_s[0], rel=0.01)
+
+
+def test_a_model_takes_the_times_of_the_regions_that_it_is_compiled_in(clock: Clock) -> None:
+    compute = find_profile("googlenet").compute
+    first, *others = compute.gradients
+    at_once = (replace(first, backward_us=compute.backward_us), *(replace(one, backward_us=0.0) for one in others))
+    model, came_s = AcceleratedModel(compute, 0), list[float]()
+    parameter = model.get_parameter(first.name)
+    parameter.register_post_accumulate_grad_hook(lambda _: came_s.append(clock.now_s))
+    batch = torch.zeros((), dtype=torch.float64)
+    for gradients, longer_us in ((compute.gradients, 0.0), (at_once, 500.0)):
+        model.retime(replace(compute, forward_us=compute.forward_us + longer_us, gradients=gradients))
+        begun_s = clock.now_s
+        loss = model(batch)
+        assert clock.now_s - begun_s == pytest.approx(1e-6 * (compute.forward_us + longer_us), abs=1e-4)
+        loss.backward()
+    assert came_s[1] - came_s[0] == pytest.approx(
+        1e-6 * (500.0 + compute.forward_us + 2.0 * compute.backward_us - first.backward_us), abs=1e-3
+    )

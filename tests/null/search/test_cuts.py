@@ -9,12 +9,18 @@ from dataclasses import replace
 import pytest
 from builders import profile_document
 
-from planner.decide.cut_choice import cut_problem
+from planner.comparison.variants import cut_as, make_lineup
+from planner.decide.advise import CUTS, advise
+from planner.decide.cut_choice import cut_problem, possible_cuts
 from planner.decide.optimize import optimize
+from planner.decide.simulate import simulate
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
+from planner.emit.lower import predict
 from planner.model.problem import Problem, make_problem
-from planner.model.regions import with_cuts
+from planner.model.regions import cut_behind, is_whole, with_cuts
 from planner.passes.merge import merge_without_contention
+from planner.strategies.baselines import ddp_buckets
 from runtime.errors import InputError
 
 
@@ -85,6 +91,63 @@ def test_a_plan_has_the_cuts_in_the_order_of_forward_and_says_what_they_win() ->
     assert any("in place of" in note and "with one graph" in note for note in plan.notes)
     assert optimize(problem.profile).digest() == plan.digest()
     assert optimize(replace(problem.profile, compute=replace(problem.profile.compute, compiled=None))).cuts is None
+
+
+def test_cuts_where_buckets_end_are_those_of_modules_where_both_end_alike() -> None:
+    problem = _problem(4, 7, 0.0, 1e-3)
+    compiled = problem.profile.compute.compiled
+    assert compiled is not None
+    cuts = tuple(replace(cut, forward_us=30.0, backward_us=50.0) for cut in compiled.cuts)
+    compute = replace(problem.profile.compute, compiled=replace(compiled, cuts=cuts))
+    problem = replace(problem, profile=replace(problem.profile, compute=compute))
+    stops = [0, *(cut.after for cut in cuts), problem.count]
+    behind = cut_behind(problem, [range(*both) for both in itertools.pairwise(stops)])
+    modules = with_cuts(problem, [cut.module for cut in cuts])
+    assert behind.ready_list_us == modules.ready_list_us
+    assert with_cuts(behind, [cut.module for cut in cuts]).ready_list_us == modules.ready_list_us
+
+
+def test_ddp_is_predicted_with_its_own_cuts() -> None:
+    problem = _problem(5, 8, 400.0, 2e-3)
+    plan = optimize(problem.profile)
+    buckets = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist())
+    there = cut_behind(problem, buckets)
+    (simulated,) = simulate(problem.profile, strategies=["ddp"])
+    assert 1 < len(buckets) < problem.count
+    expected_us = predict(there, make_schedule(there, "ddp")).iteration_us
+    assert (plan.baselines or {})["ddp"].iteration_us == pytest.approx(expected_us)
+    assert simulated.iteration_us == pytest.approx(expected_us)
+    lineup = {one.name: one for one in make_lineup(plan, problem, [], ()).variants}
+    assert lineup["ddp"].predicted_us == pytest.approx(expected_us)
+    assert lineup["none"].predicted_us == pytest.approx(problem.forward_us + problem.backward_us + problem.update_us)
+    assert cut_as(lineup["plan"], problem).cuts == plan.cuts
+    assert cut_as(lineup["none"], problem).cuts == ()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
+    """Gradients of one graph come at once, in any order."""
+    names = [f"net.h.{block}.{part}" for block in reversed(range(6)) for part in ("out.weight", "in.weight")]
+    names = ["head.weight", *names, "embed.weight"]
+    document = profile_document([(250_000, 0.0)] * len(names), forward_us=8000.0)
+    document["cluster"] = {"schema": "planner.cluster/1", "nodes": 4, "collectives": {"all_reduce": {
+        "alpha_us": 50.0, "beta_us_per_byte": 1e-3}}}  # fmt: skip
+    for row, name in zip(document["compute"]["gradients"], names[::-1] if turned else names, strict=True):
+        row["name"] = name
+    document["compute"]["gradients"][0]["backward_us"] = 20_000.0
+    problem = make_problem(parse_profile(document))
+    assert is_whole(problem.profile.compute)
+    choice = possible_cuts(problem)
+    assert choice is not None
+    assert choice.problem.cuts
+    assert set(choice.problem.cuts) <= {f"net.h.{block}" for block in range(6)}
+    assert "if a cut costs 0.2 ms, which was not measured" in choice.note
+    assert choice.step_us < choice.whole_us
+    option = next(one for one in advise(problem.profile).options if one.name == CUTS)
+    assert option.iteration_us == pytest.approx(choice.step_us)
+    assert possible_cuts(choice.problem) is None
+    document["compute"]["gradients"][5]["backward_us"] = 20_000.0
+    assert possible_cuts(make_problem(parse_profile(document))) is None
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from torch import nn
 
 from planner.documents.profile import Gradient
-from planner.profile.measured_cuts import find_cuts
+from planner.model.regions import find_cuts
+from planner.profile.measured_cuts import cut_costs
 from runtime.core.compiled import blocks_of, default_cuts
 
 
@@ -33,3 +36,14 @@ def test_a_cut_is_where_the_region_before_it_in_forward_was_computed() -> None:
     found = find_cuts(gradients, {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})
     assert [(cut.module, cut.after) for cut in found] == [("b1", 3), ("b0", 6)]
     assert [cut.module for cut in find_cuts(gradients[:-1], {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})] == ["b1"]
+
+
+def test_groups_of_cuts_cost_what_fits_best() -> None:
+    whole_us, alone_us, all_us, counts = 1000.0, [1300.0, 1100.0, 1050.0], 1510.0, [3, 1, 2]
+    found = cut_costs([whole_us, *alone_us, all_us], counts)
+    rows = np.vstack([np.diag(counts), counts])
+    expected, *_ = np.linalg.lstsq(rows, np.array([*alone_us, all_us]) - whole_us, rcond=None)
+    assert found == pytest.approx(expected.tolist())
+    assert cut_costs([whole_us, 1400.0], [4]) == [100.0]
+    assert cut_costs([whole_us, 900.0], [4]) == [0.0]
+    assert cut_costs([whole_us, whole_us], [0]) == [0.0]
