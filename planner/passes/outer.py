@@ -120,7 +120,8 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
         f"communication",
         f"{pluralize(len(mode.fragments), 'fragment')}, cut between layers by the merge search, taken "
-        f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than {NEAR_SHORTEST:.1%}",
+        f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than "
+        f"{NEAR_SHORTEST:.1%}",
         f"sent {codec}: {others}",
         f"the first {outer_steps.WARMUP_STEPS} steps are synchronous; outer lr 0.7 and momentum 0.9 are DiLoCo's",
     ]
