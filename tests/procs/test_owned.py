@@ -7,6 +7,7 @@ from typing import Any
 import owned_checks
 import pytest
 
+from benchmarks.owned_memory import MOST, memory
 from planner.jobs.launch import LocalWorld, run_ranks
 
 Results = list[dict[str, Any]]
@@ -48,3 +49,10 @@ def test_state_exists_once(ranks: Results) -> None:
 def test_what_cannot_be_owned_is_refused(ranks: Results, case: str, words: str) -> None:
     for rank in ranks:
         assert words in rank.get("refused", {case: words})[case]
+
+
+def test_each_of_four_ranks_keeps_about_a_quarter_of_the_state() -> None:
+    """With the owners that planner chooses, against one rank that has everything."""
+    text, shares = memory()
+    assert max(shares) <= MOST, text
+    assert sum(shares) == pytest.approx(1.0)
