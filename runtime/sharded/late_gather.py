@@ -149,6 +149,8 @@ class _Marks:
 class LateStep(ShardedStep):
     """A sharded step that ends before all ranks' weights have been gathered."""
 
+    gathers_in_step = False
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock, model: nn.Module,
         groups: Sequence[tuple[int, ...]],

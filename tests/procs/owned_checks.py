@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from muon_checks import MAKERS, MATRICES, Mixer, Optimizer, batch, by_ddp, equal, optimizers, train
+from muon_checks import MAKERS, MATRICES, Mixer, Optimizer, Whitened, batch, by_ddp, equal, optimizers, train
 from session_checks import plan_of
 from step_checks import raised
 from torch import Tensor, nn
 
 import planner
 from runtime.checks.plan import trainable_parameters
+from runtime.errors import FallbackWarning
 from runtime.plan import Plan, StepPlan, UpdatePlan
+from runtime.sharded.part import OwnPart
 from runtime.sharded.state import state_bytes
 
 
@@ -45,6 +49,27 @@ class Preconditioned(Optimizer):
                 state["mean"].lerp_(gradient, 0.1)
                 scaled = torch.linalg.solve(left, state["mean"]) @ torch.linalg.inv(right)
                 parameter.add_(scaled, alpha=-group["lr"] * state["count"] ** 0.5)
+
+
+class Narrow(Whitened):
+    """A user's own matrix optimizer whose updates are in bfloat16, and applied without gradient and state."""
+
+    update_dtype = torch.bfloat16
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return super().operator(matrix, group).bfloat16()
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        """Decay and update a parameter."""
+        parameter.mul_(1.0 - group["lr"] * group["decay"])
+        parameter.add_(update, alpha=-group["lr"])
+
+
+class Forgetful(Narrow):
+    """Applies updates otherwise than its step does."""
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        parameter.add_(update, alpha=-group["lr"])
 
 
 OWNED: dict[str, Callable[[Any], Optimizer]] = MAKERS | {"with state": Preconditioned}
@@ -120,6 +145,7 @@ def everything() -> dict[str, Any]:
             ),
         }
         found["equal"] |= {"one rank has all": one_has_all(), "switched": switched()}
+        found["sent"] = {kind.__name__: gathered_bytes(kind) for kind in (torch.optim.Muon, Narrow, Forgetful)}
         found["late"] = late()
         found["refused"] = refusals()
     found["resumed"] = {name: resumed(OWNED[name]) for name in ("Muon", "with state")}
@@ -145,6 +171,27 @@ def resumed(make: Callable[[Any], Optimizer]) -> bool:
     if dist.get_world_size() > 2:  # all-reduces have another order of sums
         return all(torch.allclose(a, b, atol=1e-2) for a, b in zip(*(one.parameters() for one in ends), strict=True))
     return equal(*ends)
+
+
+def gathered_bytes(kind: Any) -> tuple[bool, list[int], list[str]]:
+    """Return whether weights are DDP's, this rank's bytes of its matrices in each step's gathers, and warnings."""
+    sizes: list[int] = []
+    gathered = OwnPart.gathered
+
+    def counted(self: OwnPart, world: Any, own: Tensor, doing: str, out: Tensor | None = None) -> Tensor:
+        if self.by_parameter and "updated" in doing:
+            sizes.append(own.numel() * own.itemsize)
+        return gathered(self, world, own, doing, out)
+
+    def make(params: Any) -> Optimizer:
+        made: Optimizer = kind(params, lr=0.02)
+        return made
+
+    with warnings.catch_warnings(record=True) as seen, patch.object(OwnPart, "gathered", counted):
+        warnings.simplefilter("always")
+        model = run(make, everything=False, clip=None)[0]
+    said = [str(one.message) for one in seen if one.category is FallbackWarning]
+    return equal(model, by_ddp(make, clip=None)), sizes, said
 
 
 def one_has_all() -> bool:

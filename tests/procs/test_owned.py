@@ -6,6 +6,7 @@ from typing import Any
 
 import owned_checks
 import pytest
+from muon_checks import STEPS
 
 from benchmarks.owned_memory import MOST, memory
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -24,6 +25,19 @@ def test_owners_give_the_bits_of_ddp(ranks: Results) -> None:
         assert all(rank["equal"].values()), rank["equal"]
         assert all(rank["resumed"].values()), rank["resumed"]
         assert rank.get("late", True)
+
+
+def test_updates_of_16_bits_are_gathered_and_applied_by_every_rank(ranks: Results) -> None:
+    """With weights in the first step, which are compared; where they differ, weights stay what is gathered."""
+    for number, rank in enumerate(ranks):
+        for kind, (equal, sizes, said) in rank.get("sent", {}).items():
+            assert equal, kind
+            buckets = len(sizes) // (STEPS + 1)
+            narrow, wide = sizes[: 2 * buckets : 2], sizes[1 : 2 * buckets : 2]
+            assert [2 * size for size in narrow] == wide
+            wrong = kind == "Forgetful"
+            assert sizes[2 * buckets :] == (wide if wrong else narrow) * (STEPS - 1)
+            assert ["gives other weights than its step" in text for text in said] == [True] * (wrong and number == 0)
 
 
 @pytest.mark.long
