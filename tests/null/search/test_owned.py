@@ -59,6 +59,27 @@ def test_the_largest_part_decides() -> None:
     assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
 
 
+def test_updates_that_every_rank_applies_are_half_the_bytes_and_no_owners_work_alone() -> None:
+    """By hand: g0 is gathered in 2 bytes an element, and all but its operator is every rank's."""
+    known = document(3, 1)
+    name, numel = known["compute"]["gradients"][0]["name"], known["compute"]["gradients"][0]["numel"]
+    shape = {"shape": [numel // 10, 10], "operator_us": 1000.0, "result_bytes": 2 * numel, "parameters": [name]}
+    found = {}
+    for applied in (False, True):
+        known["compute"]["operator"] = {"optimizer": "Muon", "shapes": [shape], "applied": applied}
+        step = make(known, halves_cluster(HALF, nodes=2))
+        schedule = replace(Schedule.from_boundaries([1, 3]), mode=Sharded(owners=(0, -1, -1)))
+        owners = owners_of(schedule)
+        assert owners is not None
+        found[applied] = gathers_us(step, schedule.buckets, owners), loads_us(step, owners)
+    rest_us = 2000.0 / int(step.size_bytes.sum())
+    assert found[True][0][0] == pytest.approx(HALF[0] + HALF[1] * 2 * 2 * numel)
+    assert found[False][0][0] == pytest.approx(HALF[0] + HALF[1] * 2 * 4 * numel)
+    assert found[True][0][1] == found[False][0][1]
+    assert found[True][1][0] == pytest.approx(found[False][1][0])
+    assert found[True][1][1] == pytest.approx(found[False][1][1] + rest_us * 4 * numel)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_search_is_near_what_trying_everything_finds(seed: int) -> None:
     """Over all owners of six parameters, four of them matrices, and all buckets."""
