@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -86,12 +87,12 @@ def owned(model: nn.Module, ranks: int, *, everything: bool, gather: Any = None,
 
 
 def run(
-    make: Callable[[Any], Optimizer], *, everything: bool, **options: Any
+    make: Callable[[Any], Optimizer], *, everything: bool, gather: Any = None, **options: Any
 ) -> tuple[nn.Module, list[Optimizer], Any, Any]:
     """Train with owners; return model, optimizers, whole state and report."""
     model = Mixer()
     made = optimizers(model, make)
-    session = planner.attach(model, made, owned(model, dist.get_world_size(), everything=everything))
+    session = planner.attach(model, made, owned(model, dist.get_world_size(), everything=everything, gather=gather))
     no_sync = session.no_sync if options.get("every", 1) > 1 else None
     train(model, model, made, no_sync=no_sync, **options)
     state, report = copy.deepcopy(session.optimizer_state_dict()), session.report().step
@@ -146,6 +147,9 @@ def everything() -> dict[str, Any]:
         }
         found["equal"] |= {"one rank has all": one_has_all(), "switched": switched()}
         found["sent"] = {kind.__name__: gathered_bytes(kind) for kind in (torch.optim.Muon, Narrow, Forgetful)}
+        several = run(muon, everything=False, gather="forward")
+        assert several[3].late
+        found["equal"] |= {"several optimizers, gathered late": equal(several[0], by_ddp(muon))}
         found["late"] = late()
         found["refused"] = refusals()
     found["resumed"] = {name: resumed(OWNED[name]) for name in ("Muon", "with state")}
@@ -263,6 +267,21 @@ def planned() -> bool:
     return equal(*ends)
 
 
+def of_package() -> dict[str, bool]:
+    """Return whether owners give the bits of DDP for the optimizers of `pytorch_optimizer`, also after a checkpoint."""
+    package: Any = importlib.import_module("pytorch_optimizer")
+    makers: dict[str, Callable[[Any], Optimizer]] = {
+        "SOAP": lambda p: package.SOAP(p, lr=0.02, precondition_frequency=2),
+        "Shampoo": lambda p: package.Shampoo(p, lr=0.02, momentum=0.9),
+        "ScalableShampoo": lambda p: package.ScalableShampoo(
+            p, lr=0.02, start_preconditioning_step=2, preconditioning_compute_steps=2
+        ),
+    }
+    found = {name: equal(run(make, everything=False, clip=None)[0], by_ddp(make, clip=None))
+             for name, make in makers.items()}  # fmt: skip
+    return found | {f"{name}, resumed": resumed(make) for name, make in makers.items()}
+
+
 def memory() -> tuple[int, int]:
     """Return the bytes of this rank's state with owners of everything, as reported, and those of the whole state."""
     _, made, _, report = run(MAKERS["Muon"], everything=True)
@@ -327,6 +346,5 @@ def refusals() -> dict[str, str]:
         "name": attach({"owners": some | {"no.weight": 0}}),
         "cut": attach({"owners": without}),
         "unknown": attach({}, lambda model: torch.optim.Adafactor(model.parameters())),
-        "late": attach({"gather": "forward"}, interface=("late-gather",)),
         "rounded": attach({"weights": "bfloat16"}, accuracy="bounded"),
     }

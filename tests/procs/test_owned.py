@@ -45,6 +45,13 @@ def test_a_users_own_optimizer_is_planned() -> None:
     assert run_ranks(LocalWorld(ranks=2), owned_checks.planned) == [True, True]
 
 
+def test_optimizers_of_a_package_have_owners() -> None:
+    """With state in lists, in objects, and by element of a square matrix."""
+    pytest.importorskip("pytorch_optimizer")
+    for rank in run_ranks(LocalWorld(ranks=2), owned_checks.of_package):
+        assert all(rank.values()), rank
+
+
 def test_state_exists_once(ranks: Results) -> None:
     assert sum(rank["bytes"][0] for rank in ranks) == ranks[0]["bytes"][1]
 
@@ -56,7 +63,6 @@ def test_state_exists_once(ranks: Results) -> None:
         ("name", "updates.step.owners: found 'no.weight', which is no trainable parameter"),
         ("cut", "which orthogonalizes whole matrices; expected an owner of down.weight (updates.step.owners)"),
         ("unknown", "found Adafactor, which keeps sums over rows and columns"),
-        ("late", "gathers weights during the next forward, but found 2 optimizers"),
         ("rounded", "updates.step.weights: found bfloat16 in a plan with owners of whole parameters"),
     ],
 )
