@@ -35,12 +35,12 @@ def work_us(problem: Problem) -> list[float]:
     return _divided(problem)[0]
 
 
-def _divided(problem: Problem) -> tuple[list[float], float]:
-    """Return the time of each gradient's update on its owner, and that which every rank needs to apply results."""
+def _divided(problem: Problem, updates: bool = True) -> tuple[list[float], float]:
+    """Return the time of each gradient's update on its owner, and of every rank's to apply `updates`, if it does."""
     known: Any = vars(problem)
-    if "_update_us" not in known:
-        known["_update_us"] = _work_us(problem)
-    found: tuple[list[float], float] = known["_update_us"]
+    if (key := f"_work_us_{updates}") not in known:
+        known[key] = _work_us(problem, applied_bytes(problem) if updates else {})
+    found: tuple[list[float], float] = known[key]
     return found
 
 
@@ -56,7 +56,7 @@ def applied_bytes(problem: Problem) -> dict[str, int]:
     return found
 
 
-def _work_us(problem: Problem) -> tuple[list[float], float]:
+def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float], float]:
     gradients, costs = problem.profile.compute.gradients, operator_costs(problem)
     if costs is None:
         parts = np.array([float(one.numel * (sum(one.matrix) if one.matrix else 1)) for one in gradients])
@@ -64,16 +64,15 @@ def _work_us(problem: Problem) -> tuple[list[float], float]:
         return divided, 0.0
     operators = dict(zip(costs.names, costs.operator_us, strict=True))
     rest_us = max(0.0, problem.update_us - costs.replicated_us) / max(1, int(problem.size_bytes.sum()))
-    applied = applied_bytes(problem)
     own_us = [
         operators.get(one.name, 0.0) + (0.0 if one.name in applied else rest_us * one.size_bytes) for one in gradients
     ]
     return own_us, sum(rest_us * one.size_bytes for one in gradients if one.name in applied)
 
 
-def loads_us(problem: Problem, owners: Sequence[int]) -> list[float]:
-    """Return the time of each rank's update."""
-    times_us, applied_us = _divided(problem)
+def loads_us(problem: Problem, owners: Sequence[int], *, updates: bool = True) -> list[float]:
+    """Return the time of each rank's update; `updates`: those in 16 bits are gathered, and applied by every rank."""
+    times_us, applied_us = _divided(problem, updates)
     even_us = sum(time_us for time_us, owner in zip(times_us, owners, strict=True) if owner < 0) / problem.ranks
     owned = [(time_us, owner) for time_us, owner in zip(times_us, owners, strict=True) if owner >= 0]
     loads = loads_of([time_us for time_us, _ in owned], [owner for _, owner in owned], problem.ranks)
@@ -131,15 +130,15 @@ def largest_share(problem: Problem, owners: Sequence[int]) -> float:
     return (max(loads) + (sum(sizes) - sum(loads)) / problem.ranks) / max(1.0, sum(sizes))
 
 
-def notes(problem: Problem, owners: Mapping[str, int]) -> list[str]:
-    """Return what owners do, for readers of a plan; nothing where there are none."""
+def notes(problem: Problem, owners: Mapping[str, int], *, updates: bool = True) -> list[str]:
+    """Return what owners do, for readers of a plan; nothing where there are none; `updates`: see `loads_us`."""
     if not owners:
         return []
     ranks_of = [owners.get(one.name, -1) for one in problem.profile.compute.gradients]
-    loads = loads_us(problem, ranks_of)
+    loads = loads_us(problem, ranks_of, updates=updates)
     least_us = max([sum(loads) / len(loads), *longest_us(problem)])
     guessed = "" if operator_costs(problem) else ", divided by shapes, for single ones were not timed"
-    applied = owners.keys() & applied_bytes(problem).keys()
+    applied = owners.keys() & applied_bytes(problem).keys() if updates else ()
     gathered = f"; updates of {len(applied)} are gathered in place of weights" if applied else ""
     return [
         f"each of {pluralize(len(owners), 'whole parameter')} is updated by its owner, which alone has its state: the "
