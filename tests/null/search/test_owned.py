@@ -23,6 +23,7 @@ from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_
 from planner.model.owned import loads_us, whole_gradients
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
+from planner.passes.late_gather import best_late
 from planner.passes.shard_updates import ShardUpdates, sharded_bound
 from runtime.errors import InputError
 
@@ -123,7 +124,22 @@ def test_a_plan_has_owners_where_that_is_allowed_and_says_what_they_take() -> No
     assert any("--allow sharded-step lets owners update them" in note for note in drop_in.notes or ())
     late = optimize(profile, allow=["late-gather"])
     assert late.owners
-    assert late.gathers is None
+    assert plan.predicted is not None
+    assert late.predicted is not None
+    assert late.predicted.iteration_us <= plan.predicted.iteration_us
+
+
+def test_late_gathers_have_owners_too() -> None:
+    profile = parse_profile(document(6, 4, cluster=halves_cluster(HALF, nodes=2)))
+    plan = optimize(profile, allow=["late-gather"], passes="merge,shard_updates,late_gather{when=always}")
+    assert plan.gathers
+    assert set(plan.owners) == {"g0", "g1", "g2", "g3"}
+    step = problem(6, 4)
+    schedule = best_late(step, Schedule.from_boundaries([3, 6]))[0]
+    assert parse_schedule(str(schedule)) == schedule
+    assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+    alone = replace(schedule, mode=Sharded(owners=owners_of(schedule)))
+    assert step_us(step, schedule) <= step_us(step, alone)
 
 
 def test_schedules_with_owners_have_a_text_form_that_is_checked(tmp_path: Path) -> None:
