@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
 from planner.documents.text import ms
 from planner.ir import OWNERS, Bucket, Mode, Schedule, format_indices, format_owners, parse_indices, parse_owners
+from planner.model import owned
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
 from planner.model.forward import needs
-from planner.model import owned
 from planner.model.modes import sharded
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, exposure, merging, push_and_pull
