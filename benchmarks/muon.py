@@ -6,7 +6,8 @@
 Predicted: gpt2 and bert-large on hosts of one rank, whose Newton–Schulz on every rank is a share of the step. The plan
 is compared with every rank repeating, and with the longest first and one message behind it, all with the plan's
 buckets. Real: `examples/muon.py`, whose Newton–Schulz is about half of a step, by the plan of its own profile, with
-every rank repeating, and by DDP, in interleaved blocks. Weights of all runs are equal bit for bit.
+every rank repeating, and by DDP, in interleaved blocks. Weights of all runs are equal bit for bit. Memory: what
+`benchmarks.owned_memory` counts on four ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from benchmarks.marked import write_part
 from benchmarks.newton_schulz import with_newton_schulz
+from benchmarks.owned_memory import MOST, memory
 from planner.comparison.measure import compare_rank
 from planner.comparison.report import summarize, values_by_name
 from planner.comparison.statistics import ratio_interval
@@ -221,8 +223,10 @@ def main() -> int:
     parts = {"predicted": table(rows)}
     found = figures(rows)
     parts["planning"], longest_s = planning()
+    parts["memory"], shares = memory()
     missed = (
         longest_s > PLANNED_S
+        or max(shares) > MOST
         or found["every"] > OF_EVERY_RANK
         or found["longest"] > OF_LONGEST
         or found["most"] > NEVER_ABOVE

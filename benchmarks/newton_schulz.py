@@ -58,7 +58,7 @@ def with_newton_schulz(profile: Profile, share: float) -> Profile:
     total_us = share / (1.0 - share) * compute.step_us
     unit_us = total_us / sum(flops(*shape) * len(names) for shape, names in shapes.items())
     operator = OperatorProfile(
-        optimizer="Muon",
+        optimizer="Muon", applied=True,
         shapes=tuple(
             OperatorShape(
                 shape=shape, operator_us=flops(*shape) * unit_us, result_bytes=RESULT_BYTES * shape[0] * shape[1],

@@ -458,6 +458,14 @@ def orthogonalize(
 _NEWTON_SCHULZ = _muon._zeropower_via_newtonschulz
 
 
+def apply_orthogonalized(parameter: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Update a parameter in place as `torch.optim.Muon` does once its update is orthogonalized."""
+    module: Any = _muon
+    lr = module._to_scalar(group["lr"])
+    parameter.mul_(1 - lr * group["weight_decay"])
+    parameter.add_(update, alpha=-module._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
+
+
 @contextlib.contextmanager
 def orthogonalize_replaced(
     function: Callable[[torch.Tensor, tuple[float, float, float], int, float], torch.Tensor],

@@ -24,11 +24,10 @@ from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import batch_prep_us
 from planner.model.norms import describe_norms
 from planner.model.operator_costs import describe_operators
-from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.model.updates import update_bound_us
 from planner.passes.base import Bound, Candidate, Pass
-from planner.passes.late_gather import LateGathers, late_gathers, needed_bytes
+from planner.passes.late_gather import LateGathers, best_late, needed_bytes
 from planner.passes.merge import merge_without_contention
 from planner.passes.select import select
 from planner.passes.shard_updates import sharded_bound
@@ -190,7 +189,7 @@ def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | N
 def _bound_of(problem: Problem, schedule: Schedule) -> Bound | None:
     """Return the bound of the class of a sharded schedule; None for others, whose bound the certificate finds."""
     if isinstance(schedule.mode, LateGather):
-        return late_gathers(problem).bound
+        return best_late(problem, schedule)[1]
     return sharded_bound(problem) if schedule.mode.shares_update else None
 
 
@@ -231,8 +230,8 @@ def _with_step_plan(request: Request, plan: Plan, schedule: Schedule, replicated
     late_us = None
     if late:
         late_us, needs_bytes = step_us(problem, schedule), needed_bytes(problem, schedule)
-    elif any(isinstance(each, LateGathers) for each in request.exact) and not whole_gradients(problem):
-        late_us = step_us(problem, late_gathers(problem).schedule)
+    elif any(isinstance(each, LateGathers) for each in request.exact):
+        late_us = step_us(problem, best_late(problem, schedule)[0])
     step = (plan.updates.step if plan.updates else None) or StepPlan(sharded=schedule.mode.shares_update)
     step = replace(
         step,

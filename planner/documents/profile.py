@@ -136,6 +136,8 @@ class OperatorProfile(Record):
     shapes: Annotated[tuple[OperatorShape, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
     estimated: str | None = None
     """Origin of the times, if they were not measured."""
+    applied: bool = False
+    """Whether every rank applies results itself in an owned step, which gathers them in place of weights."""
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -22,6 +22,9 @@ from planner.ir import OperatorShares
 from planner.model.problem import Curve, Problem
 from runtime.plan import UpdatePlan
 
+HALVINGS = 40
+"""Steps of the search for a lower bound."""
+
 
 @dataclass(frozen=True)
 class Gather:
@@ -137,7 +140,7 @@ class OperatorCosts:
     def bound_us(self) -> float:
         """Lower bound of the update over all owners and messages."""
         rest_us = sum(self.apply_us) + self.last_us
-        return min(self.unshared_us, max(rest_us + self._relaxed_us(rest_us), self._counted_us(rest_us)))
+        return min(self.unshared_us, max(self._relaxed_us(rest_us), self._counted_us(rest_us)))
 
     def _counted_us(self, rest_us: float) -> float:
         """Lower bound of the update by counting: of the k · ranks + 1 longest operators, k + 1 are on one rank, which
@@ -155,26 +158,45 @@ class OperatorCosts:
         return max(bounds_us)
 
     def _relaxed_us(self, rest_us: float) -> float:
-        """Lower bound of the longest rank's operators, so that the results can be sent within the update, too.
+        """Lower bound of the update so that both the longest rank's operators and the messages are within it.
 
         A rank computes at least what is left on all ranks and an even part of what is shared; the network carries at
-        least the results of what is shared, from the end of the shortest operator on, by a line that no message is
-        below. Which matrices are shared is relaxed to parts of them, those with the most time for their bytes first.
+        least the results of the rank with most of them, from all ranks, from the end of the shortest operator on, by a
+        line that no message is below.
         """
         sizes = np.geomspace(1.0, max(2.0, 2.0 * self.ranks * sum(self.result_bytes)), 200)
         times_us = self.curve(sizes) * self.slowed
-        byte_us = max(0.0, float((np.diff(times_us) / np.diff(sizes)).min()))
+        byte_us = max(1e-12, float((np.diff(times_us) / np.diff(sizes)).min()))
         message_us = max(0.0, float((times_us - byte_us * sizes).min()))
-        network_us = message_us + min(self.operator_us) + min(self.apply_us) + self.last_us - rest_us
-        compute_us, even = self.replicated_us, 1.0 - 1.0 / self.ranks
-        for matrix in sorted(range(self.count), key=lambda i: -self.operator_us[i] / self.result_bytes[i]):
-            less_us, more_us = self.operator_us[matrix] * even, self.result_bytes[matrix] * byte_us
-            gap_us = compute_us - network_us
-            if gap_us <= less_us + more_us:
-                part = max(0.0, gap_us / (less_us + more_us)) if less_us + more_us > 0.0 else 0.0
-                return compute_us - part * less_us
-            compute_us, network_us = compute_us - less_us, network_us + more_us
-        return compute_us
+        apart_us = message_us + min(self.operator_us) + min(self.apply_us) + self.last_us
+        low_us, high_us = rest_us + self.replicated_us / self.ranks, rest_us + self.replicated_us
+        for _ in range(HALVINGS):
+            update_us = 0.5 * (low_us + high_us)
+            shared_us = self._shareable_us(max(0.0, update_us - apart_us) / byte_us / self.ranks)
+            fits = rest_us + self.replicated_us - shared_us * (1.0 - 1.0 / self.ranks) <= update_us
+            low_us, high_us = (low_us, update_us) if fits else (update_us, high_us)
+        return low_us
+
+    def _shareable_us(self, rank_bytes: float) -> float:
+        """Return at most the time of operators whose results fit, so many bytes on each rank: as many of one size as a
+        rank has room for, and parts of them, those with the most time for their bytes first.
+        """
+        time_us, left, room = 0.0, self.ranks * rank_bytes, dict[int, int]()
+        for matrix in self.by_density:
+            size = self.result_bytes[matrix]
+            if room.setdefault(size, self.ranks * int(rank_bytes / size * (1.0 + 1e-9))) <= 0:
+                continue
+            room[size] -= 1
+            part = min(1.0, left / size)
+            time_us, left = time_us + part * self.operator_us[matrix], left - part * size
+            if left <= 0.0:
+                break
+        return time_us
+
+    @cached_property
+    def by_density(self) -> list[int]:
+        """Matrices, those with the most time for the bytes of their results first, of equal ones the last called."""
+        return sorted(range(self.count), key=lambda i: (-self.operator_us[i] / self.result_bytes[i], -i))
 
 
 def operator_costs(problem: Problem) -> OperatorCosts | None:

@@ -3,7 +3,8 @@
 A message's reduce-scatter and all-gather take as long as if every rank had as much of it as the one that has most. The
 update ends with the rank that has most work. What each parameter's work takes is measured where the optimizer has an
 operator without state; else the measured update is divided by elements times rows and columns, as products of matrices
-take them.
+take them. Where every rank applies the operator's results itself, these are gathered, and the rest of the update is
+every rank's own, counted in full.
 """
 
 from __future__ import annotations
@@ -30,32 +31,52 @@ def whole_gradients(problem: Problem) -> tuple[int, ...]:
 
 
 def work_us(problem: Problem) -> list[float]:
-    """Return the time of each gradient's update, together the measured one; computed once for each problem."""
+    """Return the time of each gradient's update on its owner; computed once for each problem."""
+    return _divided(problem)[0]
+
+
+def _divided(problem: Problem, updates: bool = True) -> tuple[list[float], float]:
+    """Return the time of each gradient's update on its owner, and of every rank's to apply `updates`, if it does."""
     known: Any = vars(problem)
-    if "_work_us" not in known:
-        known["_work_us"] = _work_us(problem)
-    found: list[float] = known["_work_us"]
+    if (key := f"_work_us_{updates}") not in known:
+        known[key] = _work_us(problem, applied_bytes(problem) if updates else {})
+    found: tuple[list[float], float] = known[key]
     return found
 
 
-def _work_us(problem: Problem) -> list[float]:
+def applied_bytes(problem: Problem) -> dict[str, int]:
+    """Return the bytes of each update that is gathered in place of weights, by gradient; computed once a problem."""
+    known: Any = vars(problem)
+    if "_applied_bytes" not in known:
+        profile, costs = problem.profile.compute.operator, operator_costs(problem)
+        named = zip(costs.names, costs.result_bytes, strict=True) if costs and profile and profile.applied else ()
+        sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
+        known["_applied_bytes"] = {name: size for name, size in named if size < sizes[name]}
+    found: dict[str, int] = known["_applied_bytes"]
+    return found
+
+
+def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float], float]:
     gradients, costs = problem.profile.compute.gradients, operator_costs(problem)
     if costs is None:
         parts = np.array([float(one.numel * (sum(one.matrix) if one.matrix else 1)) for one in gradients])
         divided: list[float] = (parts * (problem.update_us / max(1.0, float(parts.sum())))).tolist()
-        return divided
+        return divided, 0.0
     operators = dict(zip(costs.names, costs.operator_us, strict=True))
     rest_us = max(0.0, problem.update_us - costs.replicated_us) / max(1, int(problem.size_bytes.sum()))
-    return [operators.get(one.name, 0.0) + rest_us * one.size_bytes for one in gradients]
+    own_us = [
+        operators.get(one.name, 0.0) + (0.0 if one.name in applied else rest_us * one.size_bytes) for one in gradients
+    ]
+    return own_us, sum(rest_us * one.size_bytes for one in gradients if one.name in applied)
 
 
-def loads_us(problem: Problem, owners: Sequence[int]) -> list[float]:
-    """Return the time of each rank's update."""
-    times_us = work_us(problem)
+def loads_us(problem: Problem, owners: Sequence[int], *, updates: bool = True) -> list[float]:
+    """Return the time of each rank's update; `updates`: those in 16 bits are gathered, and applied by every rank."""
+    times_us, applied_us = _divided(problem, updates)
     even_us = sum(time_us for time_us, owner in zip(times_us, owners, strict=True) if owner < 0) / problem.ranks
     owned = [(time_us, owner) for time_us, owner in zip(times_us, owners, strict=True) if owner >= 0]
     loads = loads_of([time_us for time_us, _ in owned], [owner for _, owner in owned], problem.ranks)
-    return [even_us + load for load in loads]
+    return [applied_us + even_us + load for load in loads]
 
 
 def longest_us(problem: Problem) -> list[float]:
@@ -64,11 +85,19 @@ def longest_us(problem: Problem) -> list[float]:
     return sorted(times_us[gradient] for gradient in whole_gradients(problem))[-1:]
 
 
-def message_sizes(problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners) -> list[list[float]]:
-    """Return, for each bucket, the bytes of its messages: as many from each rank as from the one that has most."""
+def message_sizes(
+    problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, *, updates: bool = False
+) -> list[list[float]]:
+    """Return, for each bucket, the bytes of its messages: as many from each rank as from the one that has most.
+
+    `updates`: of gathers, which bring updates in place of weights where ranks apply them.
+    """
     if owners is None:
         return [[float(size)] for size in problem.bucket_bytes(buckets)]
     found, sizes = [], problem.size_bytes.tolist()
+    if updates and (applied := applied_bytes(problem)):
+        names = (gradient.name for gradient in problem.profile.compute.gradients)
+        sizes = [applied.get(name, size) for name, size in zip(names, sizes, strict=True)]
     for gradients in buckets:
         own: dict[int, list[float]] = {}
         even: dict[int, float] = {}
@@ -82,11 +111,13 @@ def message_sizes(problem: Problem, buckets: Sequence[Sequence[int]], owners: Ow
     return found
 
 
-def costs_us(problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, curve: Curve) -> list[float]:
-    """Return the time of each bucket's messages, by a curve of time over bytes."""
+def costs_us(
+    problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, curve: Curve, *, updates: bool = False
+) -> list[float]:
+    """Return the time of each bucket's messages, by a curve of time over bytes; `updates`: see `message_sizes`."""
     if owners is None:
         return problem.bucket_cost_us(buckets, curve)
-    sizes = message_sizes(problem, buckets, owners)
+    sizes = message_sizes(problem, buckets, owners, updates=updates)
     times_us = iter(curve(np.array([size for of in sizes for size in of], dtype=np.float64)).tolist())
     return [sum(next(times_us) for _ in of) for of in sizes]
 
@@ -99,15 +130,17 @@ def largest_share(problem: Problem, owners: Sequence[int]) -> float:
     return (max(loads) + (sum(sizes) - sum(loads)) / problem.ranks) / max(1.0, sum(sizes))
 
 
-def notes(problem: Problem, owners: Mapping[str, int]) -> list[str]:
-    """Return what owners do, for readers of a plan; nothing where there are none."""
+def notes(problem: Problem, owners: Mapping[str, int], *, updates: bool = True) -> list[str]:
+    """Return what owners do, for readers of a plan; nothing where there are none; `updates`: see `loads_us`."""
     if not owners:
         return []
     ranks_of = [owners.get(one.name, -1) for one in problem.profile.compute.gradients]
-    loads = loads_us(problem, ranks_of)
+    loads = loads_us(problem, ranks_of, updates=updates)
     least_us = max([sum(loads) / len(loads), *longest_us(problem)])
     guessed = "" if operator_costs(problem) else ", divided by shapes, for single ones were not timed"
+    applied = owners.keys() & applied_bytes(problem).keys() if updates else ()
+    gathered = f"; updates of {len(applied)} are gathered in place of weights" if applied else ""
     return [
         f"each of {pluralize(len(owners), 'whole parameter')} is updated by its owner, which alone has its state: the "
-        f"longest share takes {ms(max(loads))} of {ms(problem.update_us)}, at least {ms(least_us)}{guessed}"
+        f"longest share takes {ms(max(loads))} of {ms(problem.update_us)}, at least {ms(least_us)}{guessed}{gathered}"
     ]

@@ -35,20 +35,23 @@ from planner.model.modes.sharded import (
     flags_us,
     memory_bytes,
     own_update_us,
+    owners_of,
     pull_us,
     push_us,
     replicated_bytes,
     sharded_bytes,
 )
-from planner.model.owned import whole_gradients
+from planner.model.owned import message_sizes, whole_gradients
 from planner.model.problem import Problem
 from planner.model.step import Overlap
 from planner.passes.base import Bound, Candidate, Pass
 from planner.passes.select import select
+from planner.passes.shard_updates import sharded_bound
 from planner.search.local_search import local_search
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.merge_contended import improve, merge_contended
 from planner.search.two_windows import TwoWindows, TwoWindowSolution, cuts_of, two_windows
+from planner.search.whole_owners import owners_of_buckets
 from runtime.plan.interfaces import LATE_GATHER
 
 WHEN = ("auto", "always", "never")
@@ -82,15 +85,10 @@ class LateGathers(Pass):
         )
         if self.when == "never" or not can_share(problem) or schedule.unshared.mode != Synchronous():
             return present
-        if whole_gradients(problem):  # whose owners are chosen for gathers in the step
-            return present
-        found = late_gathers(problem)
-        best = found.schedule
-        if shares:  # what is gathered in the step, gathered later
-            best = best_of(problem, [best, by_need(problem, replace(schedule, mode=LateGather()))])
+        best, bound = best_late(problem, schedule)
         late = Candidate(
             schedule=best,
-            bound=found.bound,
+            bound=bound,
             memory_bytes=needed_bytes(problem, best),
             measured=costs_known(problem),
             required=self.when == "always",
@@ -99,9 +97,26 @@ class LateGathers(Pass):
         return chosen if shares else replace(chosen, replicated=schedule)
 
 
+def best_late(problem: Problem, schedule: Schedule) -> tuple[Schedule, Bound]:
+    """Return late gathers, and their bound: with a schedule's owners of whole parameters, or those tried for its
+    buckets, each bucket is gathered by itself.
+    """
+    if not whole_gradients(problem):
+        found = late_gathers(problem)
+        if not schedule.mode.shares_update:
+            return found.schedule, found.bound
+        later = by_need(problem, replace(schedule, mode=LateGather()))  # what is gathered in the step, gathered later
+        return best_of(problem, [found.schedule, later]), found.bound
+    owners = owners_of(schedule)
+    tried = owners_of_buckets(problem, schedule) if owners is None else [owners]
+    late = (replace(schedule.unshared, mode=LateGather(owners=one)) for one in tried)
+    return best_of(problem, [by_need(problem, one) for one in late]), sharded_bound(problem)
+
+
 def needed_bytes(problem: Problem, schedule: Schedule) -> int | None:
     """Return the memory of a rank with late gathers; None where the optimizer's state is not known."""
-    largest = max(problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets]))
+    members = [bucket.gradients for bucket in schedule.buckets]
+    largest = max(map(sum, message_sizes(problem, members, owners_of(schedule))))
     before = sharded_bytes(problem, schedule)
     return None if before is None else before - int(largest) + largest_bytes(problem, schedule)
 

@@ -64,6 +64,7 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
         times_us = median_of_slowest(bench.times_us(runs, REPEATS, "operators of matrices", WARM_UPS))
     return OperatorProfile(
         optimizer=type(optimizer).__name__,
+        applied=operator.update_dtype is not None,
         shapes=tuple(
             OperatorShape(
                 shape=shape, operator_us=round(float(time_us), 3), result_bytes=result.numel() * result.element_size(),
@@ -96,8 +97,10 @@ def operators_of_run(session: Session) -> OperatorProfile | None:
     forms: dict[tuple[int, ...], list[str]] = {}
     for name in seen:
         forms.setdefault(tuple(session._parameters[name].shape), []).append(name)
+    operator = operator_of(optimizer)
     return OperatorProfile(
         optimizer=type(optimizer).__name__,
+        applied=operator is not None and operator.update_dtype is not None,
         shapes=tuple(
             OperatorShape(
                 shape=shape, operator_us=round(statistics.median(seen[name][0] for name in names), 3),

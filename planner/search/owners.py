@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, combinations_with_replacement, product
 
 from planner.ir import OperatorShares
 from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
@@ -22,6 +22,8 @@ MOST_MESSAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of messages that are tried."""
 CUTS = 8
 """Numbers of shared matrices that are tried."""
+KINDS, ROOMS, FEW_MESSAGES = 6, 24, (1, 2, 4)
+"""Sizes of results whose sums are tried as most bytes of a rank; such sums, and numbers of messages with each."""
 MOVES = 300_000
 """Matrices times evaluations of the local search."""
 NEAR = 1e-6
@@ -49,7 +51,7 @@ def best_owners(problem: Problem) -> OwnerSearch | None:
 def _search(costs: OperatorCosts) -> OwnerSearch:
     best: OperatorShares | None = None
     best_us = costs.unshared_us
-    for shares in _starts(costs):
+    for shares in chain(_starts(costs), _fillings(costs)):
         update_us = costs.update(shares).update_us
         if update_us < best_us * (1.0 - NEAR):
             best, best_us = shares, update_us
@@ -89,6 +91,34 @@ def _sharing(costs: OperatorCosts, chosen: Collection[int]) -> Iterator[Operator
             yield in_messages(costs, owners, messages)
             if messages > 1:
                 yield in_messages(costs, owners, messages, longest=True)
+
+
+def _fillings(costs: OperatorCosts) -> Iterator[OperatorShares]:
+    """Yield schedules in which no rank sends more than some bytes, for all of which every message has room."""
+    sizes = sorted(set(costs.result_bytes))
+    sizes = [sizes[place * len(sizes) // KINDS] for place in range(KINDS)] if len(sizes) > KINDS else sizes
+    few = {sum(of) for number in range(1, 5) for of in combinations_with_replacement(sizes, number)}
+    most = 2.0 * sum(costs.result_bytes) / costs.ranks
+    rooms = [room for room in sorted(few) if room <= most]
+    for room in rooms[:: max(1, len(rooms) // ROOMS)]:
+        owners = _filled(costs, room)
+        for messages in FEW_MESSAGES:
+            yield in_messages(costs, owners, messages, longest=True)
+
+
+def _filled(costs: OperatorCosts, room: int) -> list[int]:
+    """Return owners of at most `room` bytes of results each, rank after rank, by most time for their bytes."""
+    owners, left = [-1] * costs.count, list(costs.by_density)
+    for rank in range(costs.ranks):
+        free, others = room, list[int]()
+        for matrix in left:
+            if costs.result_bytes[matrix] <= free:
+                owners[matrix] = rank
+                free -= costs.result_bytes[matrix]
+            else:
+                others.append(matrix)
+        left = others
+    return owners
 
 
 def _halved(costs: OperatorCosts, best: OperatorShares, best_us: float) -> tuple[OperatorShares, float]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from runtime.torch_compat import orthogonalize, orthogonalize_replaced
+from runtime.torch_compat import apply_orthogonalized, orthogonalize, orthogonalize_replaced
 
 Unit = Literal["element", "matrix"]
 """`element`: any part of a parameter can be updated by itself. `matrix`: a whole parameter, of any number of
@@ -68,6 +68,13 @@ Compute = Callable[[Tensor, Mapping[str, Any]], Tensor]
 class Operator(Protocol):
     """The heavy part without state of an optimizer's `step`, which calls it once for each parameter with a gradient."""
 
+    @property
+    def update_dtype(self) -> torch.dtype | None:
+        """Dtype of results that `apply` takes; None where it does not say how they are applied."""
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter in place by a result, as the step does, without gradient and state."""
+
     def compute(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the operator's result."""
 
@@ -80,6 +87,14 @@ class OwnOperator:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+
+    @property
+    def update_dtype(self) -> torch.dtype | None:
+        found: torch.dtype | None = getattr(type(self._optimizer), "update_dtype", None)
+        return found
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        type(self._optimizer).apply(self._optimizer, parameter, update, group)  # type: ignore[attr-defined]
 
     def compute(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         result: Tensor = type(self._optimizer).operator(self._optimizer, matrix, group)  # type: ignore[attr-defined]
@@ -97,6 +112,11 @@ class OwnOperator:
 
 class NewtonSchulz:
     """The orthogonalization of `torch.optim.Muon`, in torch's own arithmetic."""
+
+    update_dtype = torch.bfloat16
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        apply_orthogonalized(parameter, update, group)
 
     def compute(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         return orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -66,7 +66,7 @@ class ReduceScatter(Launcher):
                 self.parts_of.append(plain)
             bucket.payload.messages = list(self.parts_of[-1])
         # One for all messages: they are sent one at a time.
-        needed = max(max(part.received_bytes, part.narrow_weights_bytes) for part in self.parts)
+        needed = max(max(one.received_bytes, one.narrow_weights_bytes, one.updates_bytes) for one in self.parts)
         scratch = torch.empty(needed, dtype=torch.uint8, device=device)
         for part in self.parts:
             part.scratch = scratch

@@ -149,6 +149,8 @@ class _Marks:
 class LateStep(ShardedStep):
     """A sharded step that ends before all ranks' weights have been gathered."""
 
+    gathers_in_step = False
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock, model: nn.Module,
         groups: Sequence[tuple[int, ...]],
@@ -164,14 +166,16 @@ class LateStep(ShardedStep):
         self._lock = threading.RLock()
         self._late_marks: deque[_Marks] = deque(maxlen=KEPT_STEPS)
         storages = {id(storage.part): storage for storage in self._storages}
-        members = [[storages[id(part)] for bucket in group for part in exchange.parts_of[bucket]] for group in groups]
-        packed = [Gather.packed_bytes(one) for one in members if Gather.packs(one)]
+        listed = ([storages.get(id(one)) for bucket in group for one in exchange.parts_of[bucket]] for group in groups)
+        found = [(group, [one for one in of if one]) for group, of in zip(groups, listed, strict=True)]
+        members = [(group, one) for group, one in found if one]  # others are of other optimizers
+        packed = [Gather.packed_bytes(one) for _, one in members if Gather.packs(one)]
         device = exchange.parts[0].whole.device
         # One for all gathers: they are sent one at a time.
         scratch = torch.empty(max(packed), dtype=torch.uint8, device=device) if packed else None
         self._gathers = [
             Gather(index, group, one, scratch if Gather.packs(one) else None)
-            for index, (group, one) in enumerate(zip(groups, members, strict=True))
+            for index, (group, one) in enumerate(members)
         ]
         self._hook = ModulePreHook(self._before_module)
         self._needs: dict[nn.Module, list[Gather]] = {}

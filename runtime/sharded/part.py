@@ -91,6 +91,11 @@ class OwnPart(Part):
         return 0 if self.master is None else self.ranks * self.sent_weights_bytes
 
     @property
+    def updates_bytes(self) -> int:
+        """Bytes of `scratch` that gathering updates of at most 16 bits needs."""
+        return self.whole.numel() * ROUNDED.itemsize if self.by_parameter else 0
+
+    @property
     def received_bytes(self) -> int:
         return self.ranks * self.share * self.message.flat.itemsize
 

@@ -98,11 +98,6 @@ class Sharded(Mode):
                     f"or AdamW: use one, or plan without sharing ({NEVER})"
                 )
         if len(optimizers) > 1:
-            if plan.gathers is not None:
-                return (
-                    f"the plan gathers weights during the next forward, but found {len(optimizers)} optimizers; "
-                    f"expected one: put all parameters into one, or plan without --allow late-gather"
-                )
             narrow = next((index for index, bucket in enumerate(plan.buckets) if not bucket.dense), None)
             if narrow is not None:
                 return (

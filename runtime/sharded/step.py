@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from runtime.modes.base import StepHooks
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
 from runtime.monitor.step_report import StepReport
+from runtime.sharded.applied_updates import AppliedUpdates
 from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.gradient import ShardedGradient
 from runtime.sharded.optimizer_state import ShardedState
@@ -49,6 +50,8 @@ NEVER = "`planner optimize` without --allow sharded-step"
 
 class ShardedStep(StepHooks):
     """The step of one session's optimizer while ranks share it."""
+
+    gathers_in_step: ClassVar[bool] = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock) -> None:
         """Take over weights and state, which are the same on all ranks; each keeps its part of the state. Messages of
@@ -77,6 +80,7 @@ class ShardedStep(StepHooks):
         self._own_state: defaultdict[Any, Any] = defaultdict(dict)
         """The optimizer's, by piece."""
         self._state = ShardedState(optimizer, self._own_state, self._slots, self._pieces, self._parts)
+        self._updates = AppliedUpdates.of(optimizer, self._parts, self._slots, world) if self.gathers_in_step else None
         self._take_state()
         self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
         optimizer.step = self._guarded  # type: ignore[method-assign]
@@ -141,6 +145,8 @@ class ShardedStep(StepHooks):
         for key, piece in self._pieces.items():
             piece.grad = self._exchange.gradient_of(self._slots[key])
         groups = self._optimizer.param_groups
+        if self._updates is not None:
+            self._updates.begin(self._pieces)
         self._groups = [group["params"] for group in groups]
         for group, parameters in zip(groups, self._groups, strict=True):
             group["params"] = [one for parameter in parameters for one in self._optimizer_params(parameter)]
@@ -158,6 +164,8 @@ class ShardedStep(StepHooks):
         for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
         self._groups = None
+        if self._updates is not None:
+            self._updates.end()
         self._take_state()
         for piece in self._pieces.values():
             piece.grad = None  # else a second name of the bucket's memory
@@ -178,8 +186,13 @@ class ShardedStep(StepHooks):
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
         for parts in self._parts_of:
             for part in parts:
-                part.gather_weights(self._world, doing)
+                if self._updates is None:
+                    part.gather_weights(self._world, doing)
+                else:
+                    self._updates.gather(part, doing)
             marks.append(self._clock.mark())
+        if self._updates is not None and not self._updates.finish():
+            self._updates = None
         self._copy_to_params()
         self._marks.append(marks)
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from muon_checks import MAKERS, MATRICES, Mixer, Optimizer, batch, by_ddp, equal, optimizers, train
+from muon_checks import MAKERS, MATRICES, Mixer, Optimizer, Whitened, batch, by_ddp, equal, optimizers, train
 from session_checks import plan_of
 from step_checks import raised
 from torch import Tensor, nn
 
 import planner
 from runtime.checks.plan import trainable_parameters
+from runtime.errors import FallbackWarning
 from runtime.plan import Plan, StepPlan, UpdatePlan
+from runtime.sharded.part import OwnPart
 from runtime.sharded.state import state_bytes
 
 
@@ -47,6 +52,27 @@ class Preconditioned(Optimizer):
                 parameter.add_(scaled, alpha=-group["lr"] * state["count"] ** 0.5)
 
 
+class Narrow(Whitened):
+    """A user's own matrix optimizer whose updates are in bfloat16, and applied without gradient and state."""
+
+    update_dtype = torch.bfloat16
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return super().operator(matrix, group).bfloat16()
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        """Decay and update a parameter."""
+        parameter.mul_(1.0 - group["lr"] * group["decay"])
+        parameter.add_(update, alpha=-group["lr"])
+
+
+class Forgetful(Narrow):
+    """Applies updates otherwise than its step does."""
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        parameter.add_(update, alpha=-group["lr"])
+
+
 OWNED: dict[str, Callable[[Any], Optimizer]] = MAKERS | {"with state": Preconditioned}
 
 
@@ -61,12 +87,12 @@ def owned(model: nn.Module, ranks: int, *, everything: bool, gather: Any = None,
 
 
 def run(
-    make: Callable[[Any], Optimizer], *, everything: bool, **options: Any
+    make: Callable[[Any], Optimizer], *, everything: bool, gather: Any = None, **options: Any
 ) -> tuple[nn.Module, list[Optimizer], Any, Any]:
     """Train with owners; return model, optimizers, whole state and report."""
     model = Mixer()
     made = optimizers(model, make)
-    session = planner.attach(model, made, owned(model, dist.get_world_size(), everything=everything))
+    session = planner.attach(model, made, owned(model, dist.get_world_size(), everything=everything, gather=gather))
     no_sync = session.no_sync if options.get("every", 1) > 1 else None
     train(model, model, made, no_sync=no_sync, **options)
     state, report = copy.deepcopy(session.optimizer_state_dict()), session.report().step
@@ -120,6 +146,10 @@ def everything() -> dict[str, Any]:
             ),
         }
         found["equal"] |= {"one rank has all": one_has_all(), "switched": switched()}
+        found["sent"] = {kind.__name__: gathered_bytes(kind) for kind in (torch.optim.Muon, Narrow, Forgetful)}
+        several = run(muon, everything=False, gather="forward")
+        assert several[3].late
+        found["equal"] |= {"several optimizers, gathered late": equal(several[0], by_ddp(muon))}
         found["late"] = late()
         found["refused"] = refusals()
     found["resumed"] = {name: resumed(OWNED[name]) for name in ("Muon", "with state")}
@@ -145,6 +175,27 @@ def resumed(make: Callable[[Any], Optimizer]) -> bool:
     if dist.get_world_size() > 2:  # all-reduces have another order of sums
         return all(torch.allclose(a, b, atol=1e-2) for a, b in zip(*(one.parameters() for one in ends), strict=True))
     return equal(*ends)
+
+
+def gathered_bytes(kind: Any) -> tuple[bool, list[int], list[str]]:
+    """Return whether weights are DDP's, this rank's bytes of its matrices in each step's gathers, and warnings."""
+    sizes: list[int] = []
+    gathered = OwnPart.gathered
+
+    def counted(self: OwnPart, world: Any, own: Tensor, doing: str, out: Tensor | None = None) -> Tensor:
+        if self.by_parameter and "updated" in doing:
+            sizes.append(own.numel() * own.itemsize)
+        return gathered(self, world, own, doing, out)
+
+    def make(params: Any) -> Optimizer:
+        made: Optimizer = kind(params, lr=0.02)
+        return made
+
+    with warnings.catch_warnings(record=True) as seen, patch.object(OwnPart, "gathered", counted):
+        warnings.simplefilter("always")
+        model = run(make, everything=False, clip=None)[0]
+    said = [str(one.message) for one in seen if one.category is FallbackWarning]
+    return equal(model, by_ddp(make, clip=None)), sizes, said
 
 
 def one_has_all() -> bool:
@@ -216,6 +267,21 @@ def planned() -> bool:
     return equal(*ends)
 
 
+def of_package() -> dict[str, bool]:
+    """Return whether owners give the bits of DDP for the optimizers of `pytorch_optimizer`, also after a checkpoint."""
+    package: Any = importlib.import_module("pytorch_optimizer")
+    makers: dict[str, Callable[[Any], Optimizer]] = {
+        "SOAP": lambda p: package.SOAP(p, lr=0.02, precondition_frequency=2),
+        "Shampoo": lambda p: package.Shampoo(p, lr=0.02, momentum=0.9),
+        "ScalableShampoo": lambda p: package.ScalableShampoo(
+            p, lr=0.02, start_preconditioning_step=2, preconditioning_compute_steps=2
+        ),
+    }
+    found = {name: equal(run(make, everything=False, clip=None)[0], by_ddp(make, clip=None))
+             for name, make in makers.items()}  # fmt: skip
+    return found | {f"{name}, resumed": resumed(make) for name, make in makers.items()}
+
+
 def memory() -> tuple[int, int]:
     """Return the bytes of this rank's state with owners of everything, as reported, and those of the whole state."""
     _, made, _, report = run(MAKERS["Muon"], everything=True)
@@ -280,6 +346,5 @@ def refusals() -> dict[str, str]:
         "name": attach({"owners": some | {"no.weight": 0}}),
         "cut": attach({"owners": without}),
         "unknown": attach({}, lambda model: torch.optim.Adafactor(model.parameters())),
-        "late": attach({"gather": "forward"}, interface=("late-gather",)),
         "rounded": attach({"weights": "bfloat16"}, accuracy="bounded"),
     }

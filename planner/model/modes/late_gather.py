@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
 from planner.documents.text import ms
-from planner.ir import Bucket, Mode, Schedule, format_indices, parse_indices
+from planner.ir import OWNERS, Bucket, Mode, Schedule, format_indices, format_owners, parse_indices, parse_owners
+from planner.model import owned
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, NETWORK, Op, Ops, Run, run
 from planner.model.forward import needs
@@ -45,36 +46,44 @@ class LateGather(sharded.Sharded):
     """Sharded step whose weights are gathered during the next forward: in groups of buckets, in launch order, or
     (None) each bucket by itself, in the reverse of the schedule's order.
 
-    >>> str(LateGather(((3, 2), (1,), (0,))))
-    'late_gather 2-3;1;0'
+    >>> str(LateGather(((3, 2), (1,), (0,)))), str(LateGather(owners=(0, -1)))
+    ('late_gather 2-3;1;0', 'late_gather by 0,-')
     """
 
     gathers: Groups | None = None
 
     def __str__(self) -> str:
-        if self.gathers is None:
-            return "late_gather"
-        return f"late_gather {';'.join(format_indices(sorted(group)) for group in self.gathers)}"
+        groups = [format_indices(sorted(group)) for group in self.gathers or ()]
+        by = () if self.owners is None else ("by", format_owners(self.owners))
+        return " ".join(["late_gather", *([";".join(groups)] if groups else []), *by])
 
     @classmethod
     def parse(cls, line: str) -> Mode | None:
-        match = re.fullmatch(r"late_gather ([0-9,;-]+)", line)
+        match = _LINE.fullmatch(line)
         if match is None:
-            return cls() if line == str(cls()) else None
-        return cls(tuple(parse_indices(group)[::-1] for group in match[1].split(";")))
+            return None
+        owners = parse_owners(match[2]) if match[2] else None
+        if match[1] is None:
+            return cls(owners=owners)
+        return cls(tuple(parse_indices(group)[::-1] for group in match[1].split(";")), owners=owners)
 
     def fitted(self, buckets: int) -> Mode:
         """Return the same mode for a schedule of this number of buckets."""
         fits = self.gathers is None or sum(map(len, self.gathers)) == buckets
-        return self if fits else LateGather()
+        return self if fits else replace(self, gathers=None)
 
     def groups(self, buckets: int) -> Groups:
         """Return the groups in launch order."""
         return self.gathers or tuple((bucket,) for bucket in reversed(range(buckets)))
 
 
+_LINE = re.compile(rf"late_gather(?: ([0-9,;-]+))?(?: by ({OWNERS}))?")
+
+
 def defect(schedule: Schedule, gradients: int) -> str | None:
     """Groups that leave out a bucket, have one twice, or have some that do not follow one another."""
+    if (odd_owners := sharded.owners_defect(schedule, gradients)) is not None:
+        return odd_owners
     count = len(schedule.buckets)
     groups = _mode(schedule).groups(count)
     if sorted(bucket for group in groups for bucket in group) != list(range(count)):
@@ -110,7 +119,7 @@ def gathers_of(problem: Problem, schedule: Schedule) -> list[Gather]:
     """Return the gathers of a schedule in launch order."""
     groups = _mode(schedule).groups(len(schedule.buckets))
     members = [_members(schedule, group) for group in groups]
-    costs_us = problem.bucket_cost_us(members, partial(sharded.pull_us, problem))
+    costs_us = owned.costs_us(problem, members, sharded.owners_of(schedule), partial(sharded.pull_us, problem))
     need_us = needs(problem).need_us
     needed_us = [float(need_us[list(gradients)].min()) for gradients in members]
     return [Gather(*of) for of in zip(groups, needed_us, costs_us, problem.bucket_factors(members), strict=True)]
@@ -126,7 +135,7 @@ def by_need(problem: Problem, schedule: Schedule) -> Schedule:
     gathers = sorted(gathers_of(problem, schedule), key=lambda gather: (gather.need_us, -max(gather.buckets)))
     groups = tuple(gather.buckets for gather in gathers)
     alone = LateGather().groups(len(schedule.buckets))
-    return replace(schedule, mode=LateGather(None if groups == alone else groups))
+    return replace(schedule, mode=replace(_mode(schedule), gathers=None if groups == alone else groups))
 
 
 def of_stops(buckets: Sequence[int], groups: Sequence[int]) -> Schedule:
@@ -155,8 +164,8 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
 def _exchange(problem: Problem, schedule: Schedule) -> Exchange:
     return Exchange(
         collectives=[REDUCE_SCATTER] * len(schedule.buckets),
-        costs_us=sharded.message_costs_us(problem, schedule.buckets),
-        update_us=sharded.own_update_us(problem),
+        costs_us=sharded.message_costs_us(problem, schedule.buckets, sharded.owners_of(schedule)),
+        update_us=sharded.own_update_us(problem, sharded.owners_of(schedule), updates=False),
     )
 
 
@@ -223,7 +232,7 @@ def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
         iteration_us=step_us(problem, schedule),
         forward_us=problem.forward_us,
         backward_us=problem.backward_us,
-        update_us=sharded.own_update_us(problem),
+        update_us=sharded.own_update_us(problem, sharded.owners_of(schedule), updates=False),
         steps=SHOWN,
         error_us=0.0,
     )
@@ -300,7 +309,8 @@ def notes(problem: Problem, step: StepPlan) -> list[str]:
     return [
         f"ranks share the optimizer's step, and weights are gathered beside the next forward: predicted "
         f"{ms(step.late_us or 0.0)} a step, {inside}{ms(step.replicated_us or 0.0)} where every rank updates all "
-        f"weights{sharded.saved_memory(problem, step)}; {described_needs(problem)}"
+        f"weights{sharded.saved_memory(problem, step)}; {described_needs(problem)}",
+        *owned.notes(problem, step.owners or {}, updates=False),
     ]
 
 
@@ -310,6 +320,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         sharded=True,
         gather="forward",
         gathers=_mode(schedule).gathers,
+        owners=sharded.named_owners(problem, schedule),
         gather_us=sum(gather.cost_us for gather in gathers_of(problem, schedule)),
     )
     return {"interface": (LATE_GATHER,), "updates": UpdatePlan(step=step)}
@@ -332,12 +343,13 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
     """Return what merging saves in each bucket's reduce-scatter, both halves' times, and how long forward waits."""
     members = [bucket.gradients for bucket in schedule.buckets]
     scatter = partial(sharded.push_us, problem)
-    alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], scatter)
+    owners = sharded.owners_of(schedule)
+    alone_us = owned.costs_us(problem, [(gradient,) for gradient in range(problem.count)], owners, scatter)
     gathers = {bucket: gather for gather in gathers_of(problem, schedule) for bucket in gather.buckets}
     exposed_us = _waits_us(timeline)
     reasons = []
     for index, (bucket, push_us) in enumerate(
-        zip(schedule.buckets, problem.bucket_cost_us(members, scatter), strict=True)
+        zip(schedule.buckets, owned.costs_us(problem, members, owners, scatter), strict=True)
     ):
         gather = gathers[index]
         push, pull = push_and_pull(push_us, gather.cost_us)
@@ -366,4 +378,5 @@ def largest_bytes(problem: Problem, schedule: Schedule) -> int:
     """Return the bytes of a step's largest message."""
     buckets: Sequence[Bucket] = schedule.buckets
     groups = [_members(schedule, group) for group in _mode(schedule).groups(len(buckets))]
-    return int(max(problem.bucket_bytes([*(bucket.gradients for bucket in buckets), *groups])))
+    members = [*(bucket.gradients for bucket in buckets), *groups]
+    return int(max(map(sum, owned.message_sizes(problem, members, sharded.owners_of(schedule)))))

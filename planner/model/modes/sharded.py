@@ -28,7 +28,7 @@ from planner.ir import GAIN, OWNERS, Bucket, Mode, Schedule, format_owners, pars
 from planner.model import owned
 from planner.model.engine import run
 from planner.model.modes import synchronous
-from planner.model.owned import Owners
+from planner.model.owned import Owners, loads_us
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, merging, push_and_pull
 from planner.model.step import Exchange, exchange_step_us, exchange_timeline
@@ -105,17 +105,27 @@ message_bytes, assumptions = synchronous.message_bytes, synchronous.assumptions
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
     """Return what is wrong with a schedule of so many gradients; None where all is well."""
+    return owners_defect(schedule, gradients) or synchronous.defect(schedule, gradients)
+
+
+def owners_defect(schedule: Schedule, gradients: int) -> str | None:
+    """Return what is wrong with the number of owners; None where all is well."""
     owners = owners_of(schedule)
     if owners is None or len(owners) == gradients:
-        return synchronous.defect(schedule, gradients)
+        return None
     return f"found owners of {len(owners)} gradients, expected {gradients}"
+
+
+def named_owners(problem: Problem, schedule: Schedule) -> dict[str, int] | None:
+    """Return the rank that updates each whole parameter, by name; None where there are none."""
+    named = zip(problem.profile.compute.gradients, owners_of(schedule) or (), strict=False)
+    return {one.name: owner for one, owner in named if owner >= 0} or None
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """Return the interface that scripts have to know, and the time of gathering weights."""
-    owners, gradients = owners_of(schedule), problem.profile.compute.gradients
-    named = {one.name: owner for one, owner in zip(gradients, owners or (), strict=False) if owner >= 0}
-    step = StepPlan(sharded=True, owners=named or None, gather_us=sum(exchange(problem, schedule).gathers_us))
+    owners = named_owners(problem, schedule)
+    step = StepPlan(sharded=True, owners=owners, gather_us=sum(exchange(problem, schedule).gathers_us))
     return {"interface": (SHARDED_STEP,), "updates": UpdatePlan(step=step)}
 
 
@@ -224,12 +234,12 @@ def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]], owners: Owner
 def gathers_us(problem: Problem, buckets: Sequence[Bucket], owners: Owners = None) -> list[float]:
     """Return the time of the all-gather of each bucket's weights."""
     members = [bucket.gradients for bucket in buckets]
-    return owned.costs_us(problem, members, owners, lambda sizes: pull_us(problem, sizes))
+    return owned.costs_us(problem, members, owners, lambda sizes: pull_us(problem, sizes), updates=True)
 
 
-def own_update_us(problem: Problem, owners: Owners = None) -> float:
-    """Return the time of the longest rank's update; without owners, of equal parts."""
-    return problem.update_us / problem.ranks if owners is None else max(owned.loads_us(problem, owners))
+def own_update_us(problem: Problem, owners: Owners = None, *, updates: bool = True) -> float:
+    """Return the time of the longest rank's update; without owners, of equal parts; `updates`: see `owned.loads_us`."""
+    return problem.update_us / problem.ranks if owners is None else max(loads_us(problem, owners, updates=updates))
 
 
 def replicated_bytes(problem: Problem) -> int | None:

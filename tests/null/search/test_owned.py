@@ -23,6 +23,7 @@ from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_
 from planner.model.owned import loads_us, whole_gradients
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
+from planner.passes.late_gather import best_late
 from planner.passes.shard_updates import ShardUpdates, sharded_bound
 from runtime.errors import InputError
 
@@ -57,6 +58,27 @@ def test_the_largest_part_decides() -> None:
     assert sum(loads) == pytest.approx(3000.0)
     assert loads[0] - loads[1] == pytest.approx(3000.0 * (sizes[0] + sizes[1]) / sum(sizes))
     assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+
+
+def test_updates_that_every_rank_applies_are_half_the_bytes_and_no_owners_work_alone() -> None:
+    """By hand: g0 is gathered in 2 bytes an element, and all but its operator is every rank's."""
+    known = document(3, 1)
+    name, numel = known["compute"]["gradients"][0]["name"], known["compute"]["gradients"][0]["numel"]
+    shape = {"shape": [numel // 10, 10], "operator_us": 1000.0, "result_bytes": 2 * numel, "parameters": [name]}
+    found = {}
+    for applied in (False, True):
+        known["compute"]["operator"] = {"optimizer": "Muon", "shapes": [shape], "applied": applied}
+        step = make(known, halves_cluster(HALF, nodes=2))
+        schedule = replace(Schedule.from_boundaries([1, 3]), mode=Sharded(owners=(0, -1, -1)))
+        owners = owners_of(schedule)
+        assert owners is not None
+        found[applied] = gathers_us(step, schedule.buckets, owners), loads_us(step, owners)
+    rest_us = 2000.0 / int(step.size_bytes.sum())
+    assert found[True][0][0] == pytest.approx(HALF[0] + HALF[1] * 2 * 2 * numel)
+    assert found[False][0][0] == pytest.approx(HALF[0] + HALF[1] * 2 * 4 * numel)
+    assert found[True][0][1] == found[False][0][1]
+    assert found[True][1][0] == pytest.approx(found[False][1][0])
+    assert found[True][1][1] == pytest.approx(found[False][1][1] + rest_us * 4 * numel)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -102,7 +124,22 @@ def test_a_plan_has_owners_where_that_is_allowed_and_says_what_they_take() -> No
     assert any("--allow sharded-step lets owners update them" in note for note in drop_in.notes or ())
     late = optimize(profile, allow=["late-gather"])
     assert late.owners
-    assert late.gathers is None
+    assert plan.predicted is not None
+    assert late.predicted is not None
+    assert late.predicted.iteration_us <= plan.predicted.iteration_us
+
+
+def test_late_gathers_have_owners_too() -> None:
+    profile = parse_profile(document(6, 4, cluster=halves_cluster(HALF, nodes=2)))
+    plan = optimize(profile, allow=["late-gather"], passes="merge,shard_updates,late_gather{when=always}")
+    assert plan.gathers
+    assert set(plan.owners) == {"g0", "g1", "g2", "g3"}
+    step = problem(6, 4)
+    schedule = best_late(step, Schedule.from_boundaries([3, 6]))[0]
+    assert parse_schedule(str(schedule)) == schedule
+    assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+    alone = replace(schedule, mode=Sharded(owners=owners_of(schedule)))
+    assert step_us(step, schedule) <= step_us(step, alone)
 
 
 def test_schedules_with_owners_have_a_text_form_that_is_checked(tmp_path: Path) -> None:
