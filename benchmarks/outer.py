@@ -5,7 +5,7 @@ python -m benchmarks.outer --results short.jsonl --scale 0.1      # shorter runs
 python -m benchmarks.outer --results outer.jsonl --output docs/results/outer.md
 python -m benchmarks.outer --frontier --output docs/results/outer.md      # the step over H alone: seconds
 
-Times are predicted, for eight hosts of one V100: runs train here, where two ranks share a machine.
+Times are predicted for eight hosts, for runs train on two ranks of one machine.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class TwoShots(NarrowEncoder):
         super().__init__(feedback, compressor, cut, peers.seed)
         self.k, self._step, self.share = elements, 0, cut.share
         self.movement: Callable[[Tensor], Tensor] | None = None
-        """What an owner sends in place of the sum of its part, given that (1-D); None: the sum. An optimizer in it sees
-        each gradient once: the residual of the part is of what was sent, and is added behind it.
+        """Function from the sum of an owner's part (1-D) to what is sent in its place; None: the sum. An optimizer in
+        it sees each gradient once: the residual of the part is of what was sent, and is added behind it.
         """
         self._mine = slice(*(min(elements, place * cut.share) for place in (peers.place, peers.place + 1)))
         """Part of the vector that this rank owns."""
