@@ -40,7 +40,7 @@ class AppliedUpdates:
         self._open = ExitStack()
         self._compared = False
         self._problem: str | None = None
-        """What speaks against applying updates, found in the first step."""
+        """Reason against applying updates, found in the first step."""
 
     @classmethod
     def of(
