@@ -98,8 +98,8 @@ def _outcomes(options: argparse.Namespace, ways: Iterable[str]) -> list[accuracy
 
 
 WRITERS = {
-    "order": _order, "rehearsed": _rehearsed, "bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense,
-    "methods": _methods, "selectors": _selectors,
+    "order": _order, "rehearsed": _rehearsed, "bound": _bound, "measured": _measured, "accuracy": _accuracy,
+    "first_dense": _first_dense, "methods": _methods, "selectors": _selectors,
 }  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 No number was fitted to these tables, but what the paper leaves open was chosen with them in view; a table below shows
 every variant that was tried. So they are no independent check. Gradients are sent in FP16, as in the paper's Fig. 7,
-at the line rate of its Table 1, and no method overlaps with backward. The reasons: TreeAR comes out within 11 % in FP16,
-and at half of its speed in FP32. In Table 4, 2DTAR-SGD exposes 36, 42 and 44 ms after 85, 206 and 180 ms of computation,
-so that longer computation hides no more; in FP32 it would expose 76 ms, with LARS. Against it: in Table 3, with 1150 images/s on one GPU, 2DTAR-SGD exposes
-46 ms at 96x96 and 21 ms at 224x224; with the 1240 images/s of Table 4, near the 204 ms of Fig. 1, it is 37 ms.
+at the line rate of its Table 1, and no method overlaps with backward. The reasons: TreeAR comes out within 11 % in
+FP16, and at half of its speed in FP32. In Table 4, 2DTAR-SGD exposes 36, 42 and 44 ms after 85, 206 and 180 ms of
+computation, so that longer computation hides no more; in FP32 it would expose 76 ms, with LARS. Against it: in Table 3,
+with 1150 images/s on one GPU, 2DTAR-SGD exposes 46 ms at 96x96 and 21 ms at 224x224; with the 1240 images/s of Table 4,
+near the 204 ms of Fig. 1, it is 37 ms.
 
 So TreeAR is one message after backward, a binary tree over all ranks; 2DTAR is one 2D-torus all-reduce; MSTopK-SGD is
 one HiTopKComm with 1 % of the elements (Sec. 5.3), without the time of the selection, which is not printed. For
