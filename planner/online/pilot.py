@@ -196,7 +196,6 @@ class Pilot:
             return
         if run.present.accuracy == "exact" and not run.present.sharded and (yield from self._trials.try_cuts()):
             yield from self._improve()
-        self._trials.tries_cuts = False
         run.doing = None
         run.remember()
 

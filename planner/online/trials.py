@@ -30,8 +30,12 @@ class Trials:
         self._run, self._candidates = run, candidates
         self._lost_steps = self._compiled_us = 0.0
         """Cost of trials, in steps of the plans that they began with; time of compiling for them."""
-        self.tries_cuts = run.session._options.compile is not None
-        """Whether other cuts of a compiled graph are still to be tried."""
+        self._tried_cuts = False
+
+    @property
+    def tries_cuts(self) -> bool:
+        """Return whether other cuts of a compiled graph are still to be tried."""
+        return self._run.opening.key.compile is not None and not self._tried_cuts
 
     def try_plan(self, plan: Plan) -> Steps[list[Seen]]:
         """Train by both plans in interleaved blocks and keep the faster; return the measurements of the present one and
@@ -102,7 +106,7 @@ class Trials:
         """Try one graph and other cuts of a compiled one, as long as compiling may cost something; return whether the
         faster plan has other cuts than before.
         """
-        run, self.tries_cuts = self._run, False
+        run, self._tried_cuts = self._run, True
         model, before = run.session.model, run.present.cuts
         plans = region_plans(model, run.session._parameters, run.present)
         present = len(default_cuts(model) if before is None else before)
