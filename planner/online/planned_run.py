@@ -162,7 +162,7 @@ class PlannedRun:
 
     @property
     def saved(self) -> float:
-        """Return what a bounded plan saves of the last exact one's step, as a share of its own; 0 with an exact plan."""
+        """Return what a bounded plan saves of the last exact one's step, as a share of its own step; 0 if exact."""
         return self.exact_ratio / self.ratio - 1.0
 
     def remember(self, step_us: float | None = None, *, settled: bool = True) -> None:
