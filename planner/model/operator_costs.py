@@ -178,8 +178,8 @@ class OperatorCosts:
         return low_us
 
     def _shareable_us(self, rank_bytes: float) -> float:
-        """Return at most the time of operators whose results fit into `rank_bytes` on each rank: as many of one size as a
-        rank has room for, and parts of them, those with the most time for their bytes first.
+        """Return at most the time of operators whose results fit into `rank_bytes` on each rank: as many of one size as
+        a rank has room for, and parts of them, those with the most time for their bytes first.
         """
         time_us, left, room = 0.0, self.ranks * rank_bytes, dict[int, int]()
         for matrix in self.by_density:
