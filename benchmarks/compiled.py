@@ -26,10 +26,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from benchmarks.marked import write_part
+from benchmarks.marked import tabulate
 from benchmarks.one_line_jobs import COMPILED, Rounds, Run, ratio_of, world_of
 from benchmarks.rehearsal import Cell, target_on
-from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, PLAN
 from planner.documents.profile import Profile
 from planner.jobs.launch import run_ranks
@@ -184,23 +183,17 @@ def rehearsed_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Measure what is missing, print, write; 0 even where a limit is passed: the document says so."""
+    """Measure what is missing, print, write."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, required=True, help="JSON lines: not measured again")
     parser.add_argument("--only", default="", help="cells with this in their names")
     parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
-    found = False
-    for part, wanted, tabulated in (
-        ("cells", {cell: partial(measure, cell) for cell in CELLS}, table),
-        ("rehearsed", {name: partial(rehearse_cell, cell) for name, cell in REHEARSED.items()}, rehearsed_table),
-    ):
-        if rows := kept(options.results, wanted, options.only):
-            found, text = True, "\n".join(tabulated(rows))
-            print(text)
-            if options.write:
-                write_part(DOCUMENT, part, text)
-    return 0 if found else 3
+    parts = {
+        "cells": ({cell: partial(measure, cell) for cell in CELLS}, table),
+        "rehearsed": ({name: partial(rehearse_cell, cell) for name, cell in REHEARSED.items()}, rehearsed_table),
+    }
+    return tabulate(DOCUMENT, parts, options.results, options.only, write=options.write)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks import one_line_bounded
-from benchmarks.marked import write_part
+from benchmarks.marked import tabulate
 from benchmarks.one_line_jobs import COMPUTED, LOOPBACK, Rounds, Run, best_cap, ratio_of, with_ddp, world_of
-from benchmarks.resumable import kept
 from planner.jobs.launch import run_ranks
 from planner.jobs.training import weights_sha256
 from planner.online.attach import PlannedSession
@@ -158,7 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Measure what is missing, print, write; 0 even where a limit is passed: the document says so."""
+    """Measure what is missing, print, write."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, required=True, help="JSON lines: not measured again")
     parser.add_argument("--only", help="cells with this in their names")
@@ -168,15 +167,11 @@ def main() -> int:
     kinds = {"cells": (CELLS, measure, table)} | {
         "bounded": (one_line_bounded.CELLS, one_line_bounded.measure, one_line_bounded.table)
     }
-    found = False
-    for part, (cells, measured, tabulated) in kinds.items():
-        wanted = {cell: partial(measured, cell, options.steps) for cell in cells}
-        if rows := kept(options.results, wanted, options.only or ""):
-            found, text = True, "\n".join(tabulated(rows))
-            print(text)
-            if options.write:
-                write_part(DOCUMENT, part, text)
-    return 0 if found else 3
+    parts = {
+        part: ({cell: partial(measured, cell, options.steps) for cell in cells}, tabulated)
+        for part, (cells, measured, tabulated) in kinds.items()
+    }
+    return tabulate(DOCUMENT, parts, options.results, options.only or "", write=options.write)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def rank_bytes(plan: Plan | None) -> int:
 
 
 def memory(ranks: int = 4) -> tuple[str, list[float]]:
-    """Train on so many ranks and on one; return a sentence, and each rank's share of the state of one."""
+    """Train on a number of ranks and on one; return a sentence, and each rank's share of the state of one."""
     each = run_ranks(LocalWorld(ranks=ranks), rank_bytes, owned_plan(ranks))
     whole = rank_bytes(None)
     shares = [own / whole for own in each]

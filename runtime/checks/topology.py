@@ -34,7 +34,7 @@ def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
         if planned is not None and planned != topology.num_nodes and topology.num_nodes != 1:
             return (
                 f"{what}, for {planned} nodes, but found {topology}; expected {planned} nodes of "
-                f"{plan.world.ranks // planned}: start so many, give a mesh, or make a plan for this cluster"
+                f"{plan.world.ranks // planned}: start that number, give a mesh, or make a plan for this cluster"
             )
     if problem := asked_modes(plan)[0].check_topology(plan, topology):
         return problem

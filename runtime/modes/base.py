@@ -375,7 +375,7 @@ def check_workers(plan: Plan, topology: Topology | str | None, what: str) -> str
         return None
     return (
         f"the plan has {what} between {nodes} nodes, but found {topology}; expected {nodes} of {ranks // nodes} ranks: "
-        f"start so many, give a mesh, or make a plan for this cluster"
+        f"start that number, give a mesh, or make a plan for this cluster"
     )
 
 
