@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.figures import Figures
 from benchmarks.marked import write_part
+from benchmarks.newton_schulz import with_newton_schulz
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
 from planner.rehearse.asked import Target, ask_plan, find_target
@@ -54,12 +55,18 @@ class Cell:
     accuracy: str = "exact"
     allow: tuple[str, ...] = ()
     compress: str | None = None
+    newton_schulz: float | None = None
+    """Share of the step's compute that Muon takes, see `with_newton_schulz`; None: the profile's own optimizer."""
+    only_default: bool = False
+    """See `AskedPlan`."""
 
     @property
     def key(self) -> str:
         """Return the cell's name."""
         asked = [self.accuracy, *self.allow, *([] if self.compress is None else [self.compress])]
         kind = "" if asked == ["exact"] else f" {','.join(asked)}"
+        if self.newton_schulz is not None:
+            kind += f" {self.newton_schulz:.0%} Newton–Schulz"
         return f"{self.model}@{self.hosts}@{self.gbit_per_s:g}gbit{kind}"
 
     def cluster(self) -> dict[str, Any]:
@@ -125,10 +132,12 @@ def main() -> int:
 def measure(cell: Cell, minutes: float, dilate: float | None = None, shrink: float | None = None) -> dict[str, Any]:
     """Rehearse one cell; return what `planner rehearse --json` prints."""
     target = target_on(cell.cluster(), cell.model, minutes=minutes, dilate=dilate, shrink=shrink)
+    if cell.newton_schulz is not None:
+        target = replace(target, profile=with_newton_schulz(target.profile, cell.newton_schulz))
     asked = ask_plan(
         target, strategies=cell.strategies.split(","), accuracy=cell.accuracy, allow=cell.allow, compress=cell.compress
     )
-    return rehearse(asked, show_progress=True).to_document()
+    return rehearse(replace(asked, only_default=cell.only_default), show_progress=True).to_document()
 
 
 def target_on(cluster: Mapping[str, Any], model: str, **options: Any) -> Target:
@@ -161,12 +170,12 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     for what, most_mean, most_high in (
         (EXACTLY, 0.02, 0.05), ("late gathers", 0.03, 0.08), ("other plans", 0.03, 0.08)
     ):  # fmt: skip
-        rows = [row for record in records for row in _judged(record) if _kind(record, row) == what]
+        rows = [row for record in records for row in judged(record) if _kind(record, row) == what]
         figures.add_errors(what, rows, most_mean, most_high)
-    taus = [value for record in records if (value := kendall(_judged(record))) is not None]
+    taus = [value for record in records if (value := kendall(judged(record))) is not None]
     if taus:
         add("Kendall's τ beyond the noise, mean", f"{np.mean(taus):.3f}", "≥ 0.95", bool(np.mean(taus) >= 0.95))
-    lost = [_lost(_judged(record)) for record in records]
+    lost = [_lost(judged(record)) for record in records]
     add("lost by trusting the prediction, mean", f"{np.mean(lost):.1%}", "≤ 1 %", bool(np.mean(lost) <= 0.01))
     exact = [{row["name"]: row for row in _measured(record)} for record in records if _only_exact(record)]
     hidden = [rows[PLAN]["hidden_share"] for rows in exact if rows[PLAN]["hidden_share"] is not None]
@@ -198,7 +207,7 @@ def _measured(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in record["rows"] if row["median_us"]]
 
 
-def _judged(record: dict[str, Any]) -> list[dict[str, Any]]:
+def judged(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a cell that communicate and have a prediction."""
     return [row for row in _measured(record) if row["error"] is not None and row["name"] != NO_COMMUNICATION]
 

@@ -2,7 +2,6 @@
 
 python -m benchmarks.lags                  # prints both tables; some minutes
 python -m benchmarks.lags --part order     # Table 2, simulated: seconds
-python -m benchmarks.lags --part rehearsed --results steps.jsonl    # on 4 hosts at 1 Gbit/s: 12 minutes; as root
 python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: seconds
 python -m benchmarks.lags --part measured  # Eq. 20 against emulated hosts: minutes; as root
 python -m benchmarks.lags --part accuracy --scale 0.1
@@ -18,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.lags import accuracy, bound, measured, order, rehearsed
+from benchmarks.lags import accuracy, bound, measured, order
 from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import write_part
 from planner.documents.catalog import find_profile
@@ -50,10 +49,6 @@ def main() -> int:
 
 def _order(_: argparse.Namespace) -> list[str]:
     return list(order.lines(order.settings()))
-
-
-def _rehearsed(options: argparse.Namespace) -> list[str]:
-    return list(rehearsed.lines(rehearsed.records(options.results)))
 
 
 def _bound(options: argparse.Namespace) -> list[str]:
@@ -98,8 +93,8 @@ def _outcomes(options: argparse.Namespace, ways: Iterable[str]) -> list[accuracy
 
 
 WRITERS = {
-    "order": _order, "rehearsed": _rehearsed, "bound": _bound, "measured": _measured, "accuracy": _accuracy,
-    "first_dense": _first_dense, "methods": _methods, "selectors": _selectors,
+    "order": _order, "bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense,
+    "methods": _methods, "selectors": _selectors,
 }  # fmt: skip
 
 
