@@ -4,7 +4,7 @@ Shared, each rank computes its own matrices of the first message, sends the resu
 meanwhile, and so on. Then the optimizer's step runs on all ranks in the order in which it calls the operator: it waits
 for a result that is not there, and computes what is left on all ranks. What an optimizer does apart from the operator
 is divided over all gradients by bytes; the part of gradients without an operator comes last. Where compute and messages
-slow each other down, messages are counted as slowed throughout.
+slow each other down, messages are counted as slowed throughout, and compute while there is a message.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class OperatorCosts:
     """Time of an all-gather over the bytes of its result."""
     slowed: float
     """Factor of messages while ranks compute."""
+    compute_slowed: float = 1.0
+    """Factor of compute while there is a message."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -85,6 +87,7 @@ class OperatorCosts:
             ranks=problem.ranks,
             curve=problem.all_gather.curve,
             slowed=problem.contention.network if problem.contended else 1.0,
+            compute_slowed=problem.contention.compute if problem.contended else 1.0,
         )
 
     @property
@@ -122,8 +125,10 @@ class OperatorCosts:
         done, network_us, gathers = [0.0] * self.ranks, 0.0, list[Gather]()
         arrival: dict[int, float] = {}
         for members, time_us in zip(shares.messages, self.gathers_us(shares), strict=True):
+            work_us = [0.0] * self.ranks
             for matrix in members:
-                done[shares.owners[matrix]] += self.operator_us[matrix]
+                work_us[shares.owners[matrix]] += self.operator_us[matrix]
+            done = [self._computed(*one, gathers) for one in zip(done, work_us, strict=True)]
             start_us = max(network_us, *done)
             network_us = start_us + time_us
             gathers.append(Gather(members, start_us, network_us))
@@ -131,10 +136,28 @@ class OperatorCosts:
         now_us = computed_us = max(done)
         for matrix in range(self.count):
             if shares.owners[matrix] >= 0:
-                now_us = max(now_us, arrival[matrix]) + self.apply_us[matrix]
+                now_us, left_us = max(now_us, arrival[matrix]), self.apply_us[matrix]
             else:
-                now_us += self.operator_us[matrix] + self.apply_us[matrix]
-        return SharedUpdate(now_us + self.last_us, computed_us, tuple(gathers))
+                left_us = self.operator_us[matrix] + self.apply_us[matrix]
+            now_us = self._computed(now_us, left_us, gathers)
+        return SharedUpdate(self._computed(now_us, self.last_us, gathers), computed_us, tuple(gathers))
+
+    def _computed(self, start_us: float, work_us: float, gathers: Sequence[Gather]) -> float:
+        """Return when work ends that begins at `start_us`, slowed while one of these messages is on its way."""
+        if self.compute_slowed == 1.0 or not gathers or gathers[-1].end_us <= start_us:
+            return start_us + work_us
+        for gather in gathers:
+            if gather.end_us <= start_us:
+                continue
+            free_us = max(0.0, gather.start_us - start_us)
+            if work_us <= free_us:
+                break
+            start_us, work_us = start_us + free_us, work_us - free_us
+            if (slow_us := self.compute_slowed * work_us) <= gather.end_us - start_us:
+                return start_us + slow_us
+            work_us -= (gather.end_us - start_us) / self.compute_slowed
+            start_us = gather.end_us
+        return start_us + work_us
 
     @cached_property
     def bound_us(self) -> float:
