@@ -521,13 +521,17 @@ class Session:
         phases = self._director
         if not isinstance(phases, Phases):
             raise InputError("session.next_phase: found a plan without phases, expected one by `planner optimize A B`")
-        self.switch(phases.advance())
-        self._director = phases
+        self._begin_phase(phases, phases.index + 1)
 
     @property
     def phase(self) -> int:
         """Number of the present phase of a plan in phases, counted from 0; 0 with any other plan."""
         return self._director.index if isinstance(self._director, Phases) else 0
+
+    def _begin_phase(self, phases: Phases, index: int) -> None:
+        """Switch to a phase between two steps; raises as `switch`, and then the present one continues."""
+        self.switch(phases[index])
+        phases.index, self._director = index, phases
 
     def _follow(self, phases: Sequence[PhasePlan]) -> None:
         """Train by these phases, of which the first is the present plan."""
@@ -632,9 +636,12 @@ class Session:
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
         rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
-        with a delay its part of the global weights and momenta, and its own weights (`delay`).
+        with a delay its part of the global weights and momenta, and its own weights (`delay`), one in phases its `step`
+        and `phase`.
         """
-        named = {"plan": self.plan.digest(), "ranks": self._world.ranks}
+        named: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self._world.ranks}
+        if isinstance(self._director, Phases):
+            named |= {"step": self.step, "phase": self._director.index}
         return named | self._weights.state() | self._monitor.state() | self._mode.state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -670,7 +677,7 @@ class Session:
         """Continue from `state_dict()`, before the first step, with the same plan bit for bit.
 
         A trial of this plan that was over is not repeated; buckets that did harm begin as planned again. A plan with
-        `from_step` continues with the number of the step that was saved. Another plan may
+        `from_step` or phases continues with the step, and in the phase, that was saved. Another plan may
         continue, too: residuals of buckets that it sends in full are sent with the next step. With a delay, load model
         and optimizer first: the session's weights count.
 
@@ -682,6 +689,9 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
                 also of other buckets.
         """
+        phases = self._director
+        if isinstance(phases, Phases) and (index := phases.saved_in(state)) != phases.index:
+            self._begin_phase(phases, index)
         self.step = self._mode.load(state)
         first = state if isinstance(state, dict) else state[0]
         self._weights.load(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,14 +37,20 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def in_phases(by_call: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Weights, and (phase, buckets) after each step."""
+def in_phases(by_call: bool, resumes: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Weights, and (phase, buckets) after each step; `resumes`: in a new session in the middle of phase 1."""
     torch.manual_seed(1)
     model = mlp()
     optimizer = SGD(model.parameters())
-    session = runtime.attach(model, optimizer, phased(model, (None, None) if by_call else BORDERS))
+    plan = phased(model, (None, None) if by_call else BORDERS)
+    session = runtime.attach(model, optimizer, plan)
     seen = []
     for step in range(STEPS):
+        if resumes and step == BORDERS[0] + 1:
+            state = session.state_dict()
+            session.detach()
+            session = runtime.attach(model, optimizer, plan)
+            session.load_state_dict(state)
         if by_call and step in BORDERS:
             session.next_phase()
         train(model, optimizer, range(step, step + 1))
@@ -69,9 +76,9 @@ def by_hand() -> list[torch.Tensor]:
 def check() -> dict[str, Any]:
     expected = by_hand()
     result: dict[str, Any] = {}
-    for by_call in (False, True):
-        found, seen = in_phases(by_call)
-        result["by call" if by_call else "by step"] = (
+    for by_call, resumes in product((False, True), repeat=2):
+        found, seen = in_phases(by_call, resumes)
+        result["by call" if by_call else "by step", resumes] = (
             all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
             [phase for phase, _ in seen],
             len({buckets for _, buckets in seen}),
