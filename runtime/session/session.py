@@ -494,14 +494,14 @@ class Session:
             CommunicationError: a rank did not come within the deadline.
         """
         self._pause("session.switch")
-        if isinstance(self._director, Phases):
-            self._director = None  # from now on the caller decides
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
         digest = "" if prepared is None else prepared[0].plan.digest()
         mine = RankInfo(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
         agree(self._world, mine)
         assert prepared is not None
+        if isinstance(self._director, Phases):
+            self._director = None  # from now on the caller decides
         self._pending = (at_step, *prepared)
         self._monitor.try_plan(prepared[0].plan)
         if at_step == self.step:

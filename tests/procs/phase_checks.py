@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from interplay_harness import SGD, loss_of, mlp
 from session_checks import plan_of
 from step_checks import raised
@@ -87,5 +88,16 @@ def check() -> dict[str, Any]:
     model = mlp()
     session = runtime.attach(model, SGD(model.parameters()), plan_of(model, 1))
     result["without phases"] = raised(session.next_phase)
+    session.detach()
+    optimizer = SGD(model.parameters())
+    session = runtime.attach(model, optimizer, phased(model, (None, None)))
+    failed: list[str] = []
+    hook = next(model.parameters()).register_hook(lambda _: failed.append(raised(session.next_phase)))
+    train(model, optimizer, range(1))
+    hook.remove()
+    other = plan_of(model, 2)
+    failed.append(raised(session.next_phase if dist.get_rank() == 0 else lambda: session.switch(other)))
+    session.next_phase()
+    result["failed"] = *failed, session.phase, len(session.plan.buckets) == len(plan_of(model, 3).buckets)
     session.detach()
     return result
