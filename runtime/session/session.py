@@ -535,7 +535,7 @@ class Session:
 
     def _follow(self, phases: Sequence[PhasePlan]) -> None:
         """Train by these phases, of which the first is the present plan."""
-        self._director = Phases(phases, lambda: self.step, self._monitor.try_plan)
+        self._director = Phases(phases, lambda: self.step, lambda plan: self._monitor.try_plan(plan))
 
     def _thawed(self, names: Sequence[str]) -> bool:
         """Return whether parameters that have become trainable since attach are in buckets from now on; called before a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,10 @@ from step_checks import raised
 from torch import nn
 
 import runtime
+from runtime.monitor.trial import Trial
 from runtime.plan import Plan
 from runtime.plan.document import PhasePlan
+from runtime.session.phases import Phases
 
 BORDERS = (3, 5)
 STEPS = 8
@@ -99,5 +102,11 @@ def check() -> dict[str, Any]:
     failed.append(raised(session.next_phase if dist.get_rank() == 0 else lambda: session.switch(other)))
     session.next_phase()
     result["failed"] = *failed, session.phase, len(session.plan.buckets) == len(plan_of(model, 3).buckets)
+    with session._aside("a test", nullcontext):
+        pass
+    assert isinstance(session._director, Phases)
+    session._monitor.trial = trial = Trial(other, session._world, session._recorder)
+    session._director._begin(other)
+    result["trial of the phase before"] = session._monitor.trial is trial
     session.detach()
     return result

@@ -18,3 +18,4 @@ def test_weights_equal_a_run_for_each_phase_bit_for_bit() -> None:
         assert "while a backward runs" in in_backward
         assert apart.startswith("PlanMismatch")
         assert after == [1, True]
+        assert not rank["trial of the phase before"]
