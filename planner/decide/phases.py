@@ -11,7 +11,7 @@ from planner.documents.text import pluralize
 from planner.ir import ACCURACIES
 from runtime.errors import InputError
 from runtime.plan import Plan
-from runtime.plan.document import PhasePlan
+from runtime.plan.document import PhasePlan, phase_problem
 from runtime.plan.predicted import Prediction
 
 
@@ -34,12 +34,8 @@ def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: S
                 f"whole number from 1 for each, such as {','.join(['10'] * len(plans))}"
             )
     for number, plan in enumerate(plans):
-        same = plan.world.ranks == plans[0].world.ranks and set(plan.gradients) == set(plans[0].gradients)
-        if not same:
-            raise InputError(
-                f"profile {number + 1}: found another model or number of ranks than in the first profile, expected the "
-                f"same model on the same ranks, with other inputs; profile it again"
-            )
+        if problem := phase_problem(plan, number, plans[0], plans[0].world.ranks):
+            raise InputError(f"profile {number + 1}: {problem}")
     steps = [count * per for count, per in zip(epochs, each, strict=True)]
     borders = [sum(steps[: number + 1]) for number in range(len(steps) - 1)]
     total_us = sum(

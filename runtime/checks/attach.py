@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -17,6 +17,7 @@ from runtime.checks.plan import (
     check_buffers,
     check_model,
     check_plan,
+    check_switch,
     dtype_name,
     parameters_fingerprint,
     trainable_parameters,
@@ -68,11 +69,12 @@ def check_attach(
 
     Args:
         model, optimizer, options: as `attach` has them.
-        plan: None where it is made once ranks have agreed on the model.
+        plan: also one in phases; None where it is made once ranks have agreed on the model.
         world: the ranks that train together.
         attached: the models that are attached already.
     """
     facts, scale = ModelFacts.of(model), cast(object, options.loss_scale)  # of any type, where callers are not checked
+    whole, plan = plan, plan and plan.first
 
     def reasons() -> Iterator[str | None]:
         yield check_attached(model, attached)
@@ -101,11 +103,44 @@ def check_attach(
         if plan is not None:
             yield check_plan(facts.parameters, plan, world.ranks)
             yield check_backend(plan, world, facts.device)
+        weighted, by_rate = options.weight is not None, options.residual_unit == "update"
+        for number, phase in enumerate(whole.all_phases[1:] if whole is not None else (), 1):
+            problem = check_following(
+                phase, 0, 0, model, optimizer, facts.parameters, world, weighted=weighted, by_rate=by_rate
+            )
+            yield problem and f"phase {number} of the plan: {problem}"
 
     try:
         return facts, next(filter(None, reasons()), None)
     except InputError as error:
         return facts, str(error)
+
+
+def check_following(
+    plan: Plan, at_step: object, step: int, model: nn.Module, optimizer: object,
+    parameters: Mapping[str, nn.Parameter], world: World, *, weighted: bool, by_rate: bool,
+) -> str | None:  # fmt: skip
+    """Return the first reason on this rank why a run cannot switch to a plan, or None.
+
+    Args:
+        plan: the plan to switch to.
+        at_step, step: its first step, and the number of those done.
+        model, optimizer: as `attach` has them.
+        parameters: those that ranks train together, by canonical name.
+        world: the ranks that train together.
+        weighted: whether ranks have weights.
+        by_rate: whether residuals are in units of updates.
+    """
+    mode = asked_modes(plan)[0]
+    return (
+        check_plan(parameters, plan, world.ranks)
+        or check_optimizer(plan, optimizer, parameters)
+        or check_switch(plan, at_step, step)
+        or check_cuts(model, plan.cuts)
+        or check_backend(plan, world, next(iter(parameters.values())).device)
+        or (mode.weight_reason if weighted else None)
+        or (mode.residual_reason if by_rate else None)
+    )
 
 
 def form_of_followed(model: nn.Module, *, buffers: bool) -> str:

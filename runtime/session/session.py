@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runtime.checks.backend import check_backend
-from runtime.checks.modes import asked_modes, make_mode
-from runtime.checks.optimizer import check_optimizer, warn_of_cost, warn_of_selection
-from runtime.checks.plan import check_plan, check_switch, trainable_parameters
+from runtime.checks.attach import check_following
+from runtime.checks.modes import make_mode
+from runtime.checks.optimizer import warn_of_cost, warn_of_selection
+from runtime.checks.plan import trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
 from runtime.comm.communicator import CommTiming, Communicator
@@ -28,7 +28,7 @@ from runtime.comm.world import Grid, RankInfo, World, agree, check_still_alone, 
 from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
-from runtime.core.compiled import CompiledModel, check_cuts, report_regions
+from runtime.core.compiled import CompiledModel, report_regions
 from runtime.core.exchange import Exchange
 from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
@@ -574,15 +574,10 @@ class Session:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-            problem = (
-                check_plan(self._parameters, loaded, self._world.ranks)
-                or check_optimizer(loaded, self._given, self._parameters)
-                or check_switch(loaded, at_step, self.step)
-                or check_cuts(self.model, loaded.cuts)
-                or check_backend(loaded, self._world, self._device)
-                or (asked_modes(loaded)[0].weight_reason if self._weights.wanted else None)
-                or (asked_modes(loaded)[0].residual_reason if self._options.learning_rate is not None else None)
-            )
+            problem = check_following(
+                loaded, at_step, self.step, self.model, self._given, self._parameters, self._world,
+                weighted=self._weights.wanted, by_rate=self._options.learning_rate is not None,
+            )  # fmt: skip
             if problem:
                 return None, problem
             if self._world.rank == 0 and self._world.ranks > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import runtime
 from runtime.monitor.trial import Trial
-from runtime.plan import Plan
+from runtime.plan import DelaySpec, Plan
 from runtime.plan.document import PhasePlan
 from runtime.session.phases import Phases
 
@@ -93,6 +94,9 @@ def check() -> dict[str, Any]:
     result["without phases"] = raised(session.next_phase)
     session.detach()
     optimizer = SGD(model.parameters())
+    delayed = PhasePlan(plan=plan_of(model, 1, accuracy="relaxed", delay=DelaySpec(steps=1)))
+    late = replace(phased(model, (None, None)), accuracy="relaxed", phases=(PhasePlan(plan=plan_of(model, 1)), delayed))
+    result["a later delay"] = raised(lambda: runtime.attach(model, optimizer, late))
     session = runtime.attach(model, optimizer, phased(model, (None, None)))
     failed: list[str] = []
     hook = next(model.parameters()).register_hook(lambda _: failed.append(raised(session.next_phase)))

@@ -14,6 +14,7 @@ def test_weights_equal_a_run_for_each_phase_bit_for_bit() -> None:
             assert rank["by step", resumes] == (True, by_step, 3)
             assert rank["by call", resumes] == (True, by_call, 3)
         assert "found a plan without phases" in rank["without phases"]
+        assert "phase 1 of the plan: the plan has a delay" in rank["a later delay"]
         in_backward, apart, *after = rank["failed"]
         assert "while a backward runs" in in_backward
         assert apart.startswith("PlanMismatch")

@@ -13,7 +13,7 @@ from planner import optimize
 from planner.decide.phases import join_phases
 from planner.documents.profile import parse_profile
 from runtime.errors import InputError
-from runtime.plan import load_plan, parse_plan
+from runtime.plan import DelaySpec, LocalAsyncSpec, load_plan, parse_plan
 from runtime.plan.executed import executed_part
 
 
@@ -76,6 +76,19 @@ def test_numbers_that_do_not_fit(epochs: list[int], steps: list[int], message: s
     plan = optimize(parse_profile(usual_document()))
     with pytest.raises(InputError, match=message):
         join_phases([plan, plan], epochs, steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"delay": DelaySpec(steps=2)}, "profile 2: found a delay, whose warm-up begins with a run"),
+        ({"local_async": LocalAsyncSpec(updaters=2)}, "profile 2: found local updaters"),
+    ],
+)
+def test_plans_that_are_no_later_phase(changes: dict[str, Any], message: str) -> None:
+    plan = optimize(parse_profile(usual_document()))
+    with pytest.raises(InputError, match=message):
+        join_phases([plan, replace(plan, accuracy="relaxed", **changes)], [1, 1], [1])
 
 
 @pytest.mark.parametrize(
