@@ -10,7 +10,7 @@ from planner.cli.commands import DECIDING, Optimize
 from planner.cli.options import chosen, printed_json, split_items
 from planner.decide.given import given_request
 from planner.decide.optimize import decide
-from planner.decide.phases import join_phases
+from planner.decide.phases import check_same_gradients, join_phases
 from planner.decide.plan_request import Request
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.catalog import find_cluster, find_profile
@@ -48,6 +48,7 @@ def _phases(asked: Optimize) -> None:
             "--from-schedule: planner optimize A.json B.json --epochs 13,11 --steps-per-epoch 40"
         )
     counts = [_counts("--epochs", asked.epochs), _counts("--steps-per-epoch", asked.steps_per_epoch)]
+    check_same_gradients([find_profile(name) for name in (asked.profile, *asked.more)])
     names = ("cluster", "accuracy", "max_memory_mib")
     plans = [
         _buckets(asked, {"profile": profile, **{name: getattr(asked, name) for name in names}})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.documents.profile import Profile
 from planner.documents.text import pluralize
 from planner.ir import ACCURACIES
 from runtime.errors import InputError
@@ -53,6 +54,21 @@ def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: S
         predicted=Prediction(iteration_us=total_us / sum(steps)),
         notes=tuple(phase_lines(plans, epochs, steps)),
     )
+
+
+def check_same_gradients(profiles: Sequence[Profile]) -> None:
+    """Raise InputError where a profile has another gradient, by name, number of elements or dtype, than the first."""
+    expected, *others = [{one.name: (one.numel, one.dtype) for one in each.compute.gradients} for each in profiles]
+    for number, found in enumerate(others, 2):
+        name = next((name for name in (*expected, *found) if found.get(name) != expected.get(name)), None)
+        if name is not None:
+            there, here = (
+                f"{one[name][0]:,} elements in {one[name][1]}" if name in one else "none" for one in (found, expected)
+            )
+            raise InputError(
+                f"profile {number}: gradient {name!r}: found {there}, expected {here} as in the first profile: the same "
+                f"model with other inputs; profile it again"
+            )
 
 
 def phase_lines(plans: Sequence[Plan], epochs: Sequence[int], steps: Sequence[int]) -> list[str]:

@@ -593,7 +593,8 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
 
 def phase_problem(plan: Plan, number: int, first: Plan, ranks: int) -> str | None:
     """Return why a plan cannot be the phase of this number of a run with these ranks and this first plan, or None."""
-    if plan.world.ranks != ranks or set(plan.gradients) != set(first.gradients):
+    fingerprints = {plan.model.fingerprint, first.model.fingerprint} - {None}
+    if plan.world.ranks != ranks or set(plan.gradients) != set(first.gradients) or len(fingerprints) > 1:
         return (
             "found another model or number of ranks than in the first phase, expected the same model on the same "
             "ranks, with other inputs; profile it again"

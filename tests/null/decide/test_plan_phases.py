@@ -10,10 +10,10 @@ import pytest
 from builders import run, run_json, usual_document, write
 
 from planner import optimize
-from planner.decide.phases import join_phases
+from planner.decide.phases import check_same_gradients, join_phases
 from planner.documents.profile import parse_profile
 from runtime.errors import InputError
-from runtime.plan import DelaySpec, LocalAsyncSpec, load_plan, parse_plan
+from runtime.plan import DelaySpec, LocalAsyncSpec, ModelReference, load_plan, parse_plan
 from runtime.plan.executed import executed_part
 
 
@@ -83,12 +83,21 @@ def test_numbers_that_do_not_fit(epochs: list[int], steps: list[int], message: s
     [
         ({"delay": DelaySpec(steps=2)}, "profile 2: found a delay, whose warm-up begins with a run"),
         ({"local_async": LocalAsyncSpec(updaters=2)}, "profile 2: found local updaters"),
+        ({"model": ModelReference(name="m", fingerprint="sha256:1")}, "profile 2: found another model"),
     ],
 )
 def test_plans_that_are_no_later_phase(changes: dict[str, Any], message: str) -> None:
     plan = optimize(parse_profile(usual_document()))
+    plan = replace(plan, model=replace(plan.model, fingerprint="sha256:0"))
     with pytest.raises(InputError, match=message):
         join_phases([plan, replace(plan, accuracy="relaxed", **changes)], [1, 1], [1])
+
+
+def test_profiles_of_other_shapes_name_the_gradient() -> None:
+    other = usual_document()
+    other["compute"]["gradients"][1]["numel"] = 7
+    with pytest.raises(InputError, match="profile 2: gradient 'g1': found 7 elements in float32, expected 5,000 elem"):
+        check_same_gradients([parse_profile(usual_document()), parse_profile(other)])
 
 
 @pytest.mark.parametrize(
