@@ -15,6 +15,7 @@ from planner.documents.profile import parse_profile
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, LocalAsyncSpec, ModelReference, load_plan, parse_plan
 from runtime.plan.executed import executed_part
+from runtime.plan.predicted import Prediction
 
 
 def slower(factor: float) -> dict[str, Any]:
@@ -91,6 +92,16 @@ def test_plans_that_are_no_later_phase(changes: dict[str, Any], message: str) ->
     plan = replace(plan, model=replace(plan.model, fingerprint="sha256:0"))
     with pytest.raises(InputError, match=message):
         join_phases([plan, replace(plan, accuracy="relaxed", **changes)], [1, 1], [1])
+
+
+def test_exact_first_steps_count_with_their_own_time() -> None:
+    exact = replace(optimize(parse_profile(usual_document())), predicted=Prediction(iteration_us=3e6))
+    later = replace(exact, accuracy="bounded", from_step=4, predicted=Prediction(iteration_us=1e6), fallback=exact)
+    found = join_phases([later, later], [1, 1], [3])
+    assert found.predicted == Prediction(iteration_us=(4 * 3e6 + 2 * 1e6) / 6)
+    assert "3 steps of 1000 ms (the first 1 of 3000 ms), 5 s" in found.notes[1]
+    [note, *_] = join_phases([replace(later, fallback=None)] * 2, [1, 1], [3]).notes
+    assert "(the first 3 of unknown time, counted as later ones), 3 s" in note
 
 
 def test_profiles_of_other_shapes_name_the_gradient() -> None:
