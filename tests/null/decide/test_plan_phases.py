@@ -12,6 +12,7 @@ from builders import run, run_json, usual_document, write
 from planner import optimize
 from planner.decide.phases import check_same_gradients, join_phases
 from planner.documents.profile import parse_profile
+from planner.report.files import explain
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, LocalAsyncSpec, ModelReference, load_plan, parse_plan
 from runtime.plan.executed import executed_part
@@ -57,6 +58,8 @@ def test_one_plan_of_three_profiles(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_plan(tmp_path / "odd@1").phases is None  # a file of that name
     with pytest.raises(InputError, match=r"found a plan in 3 phases, expected one with buckets; name one phase"):
         from_phases(output)
+    with pytest.raises(InputError, match=r"--trace: found a plan in 3 phases, expected one with buckets; .*plan\.json@0"):
+        explain(output, None, {"--trace": str(tmp_path / "trace.json")})
 
 
 def from_phases(path: str) -> None:
