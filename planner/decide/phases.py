@@ -61,12 +61,9 @@ def check_same_gradients(profiles: Sequence[Profile]) -> None:
     for number, found in enumerate(others, 2):
         name = next((name for name in (*expected, *found) if found.get(name) != expected.get(name)), None)
         if name is not None:
-            there, here = (
-                f"{one[name][0]:,} elements in {one[name][1]}" if name in one else "none" for one in (found, expected)
-            )
             raise InputError(
-                f"profile {number}: gradient {name!r}: found {there}, expected {here} as in the first profile: the same "
-                f"model with other inputs; profile it again"
+                f"profile {number}: gradient {name!r}: found {found.get(name, 'none')} (elements, dtype), expected "
+                f"{expected.get(name, 'none')} as in the first: one model with other inputs; profile it again"
             )
 
 

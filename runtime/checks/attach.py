@@ -120,16 +120,8 @@ def check_following(
     plan: Plan, at_step: object, step: int, model: nn.Module, optimizer: object,
     parameters: Mapping[str, nn.Parameter], world: World, *, weighted: bool, by_rate: bool,
 ) -> str | None:  # fmt: skip
-    """Return the first reason on this rank why a run cannot switch to a plan, or None.
-
-    Args:
-        plan: the plan to switch to.
-        at_step, step: its first step, and the number of those done.
-        model, optimizer: as `attach` has them.
-        parameters: those that ranks train together, by canonical name.
-        world: the ranks that train together.
-        weighted: whether ranks have weights.
-        by_rate: whether residuals are in units of updates.
+    """Return the first reason on this rank why a run cannot switch to a plan at a step; `step` are done. `weighted`:
+    ranks have weights, `by_rate`: residuals are in units of updates.
     """
     mode = asked_modes(plan)[0]
     return (

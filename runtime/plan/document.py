@@ -599,17 +599,10 @@ def phase_problem(plan: Plan, number: int, first: Plan, ranks: int) -> str | Non
             "found another model or number of ranks than in the first phase, expected the same model on the same "
             "ranks, with other inputs; profile it again"
         )
-    if plan.local_async is not None:
-        return (
-            "found local updaters, which are processes of their own for a whole run; expected none in a plan in "
-            "phases: plan with --accuracy exact or bounded"
-        )
+    what = "local updaters, which are processes of their own for a whole run" if plan.local_async is not None else None
     if plan.delay is not None and number:
-        return (
-            "found a delay, whose warm-up begins with a run; expected one in the first phase alone: plan with "
-            "--accuracy exact or bounded"
-        )
-    return None
+        what = "a delay, whose warm-up begins with a run, behind the first phase"
+    return what and f"found {what}; expected none: plan with --accuracy exact or bounded"
 
 
 def _phases_problem(plan: Plan, phases: Sequence[PhasePlan], path: str) -> str | None:
