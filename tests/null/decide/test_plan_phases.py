@@ -58,7 +58,7 @@ def test_one_plan_of_three_profiles(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_plan(tmp_path / "odd@1").phases is None  # a file of that name
     with pytest.raises(InputError, match=r"found a plan in 3 phases, expected one with buckets; name one phase"):
         from_phases(output)
-    with pytest.raises(InputError, match=r"--trace: found a plan in 3 phases, expected one with buckets; .*plan\.json@0"):
+    with pytest.raises(InputError, match=r"--trace: found a plan in 3 phases, .*plan\.json@0"):
         explain(output, None, {"--trace": str(tmp_path / "trace.json")})
 
 
@@ -110,7 +110,7 @@ def test_exact_first_steps_count_with_their_own_time() -> None:
 def test_profiles_of_other_shapes_name_the_gradient() -> None:
     other = usual_document()
     other["compute"]["gradients"][1]["numel"] = 7
-    with pytest.raises(InputError, match=r"profile 2: gradient 'g1': found .7, 'float32'. .* expected .5000, 'float32'. as"):
+    with pytest.raises(InputError, match=r"gradient .g1.: found .7, 'float32'. .* expected .5000, 'float32'. as"):
         check_same_gradients([parse_profile(usual_document()), parse_profile(other)])
 
 
