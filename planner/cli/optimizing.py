@@ -44,8 +44,8 @@ def optimize(asked: Optimize) -> None:
 def _phases(asked: Optimize) -> None:
     """Make one plan of several profiles, save it and print its phases."""
     if not asked.more or asked.epochs is None or asked.steps_per_epoch is None or asked.parallel or asked.from_schedule:
-        names = ("epochs", "steps_per_epoch", "parallel", "from_schedule")
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(asked, name) is not None)
+        options = ("epochs", "steps_per_epoch", "parallel", "from_schedule")
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in options if getattr(asked, name) is not None)
         raise InputError(
             f"phases: found {pluralize(1 + len(asked.more or ()), 'profile')} with {given or 'no option'}, expected "
             f"several with --epochs and --steps-per-epoch, without --parallel and --from-schedule: planner optimize "

@@ -83,7 +83,7 @@ def _options(plan: Plan) -> Iterator[Mapping[str, Any]]:
     named = {"model": plan.model.fingerprint, **vars(plan.world)}
     yield named | {"accuracy": plan.accuracy, "interface": plan.interface, "from_step": plan.from_step}
     cuts = plan.cuts if plan.cuts is None else plan.cuts or "none at all"
-    borders = plan.phases and tuple(phase.until_step or "by call" for phase in plan.phases[:-1])
+    borders = None if plan.phases is None else tuple(str(phase.until_step or "by call") for phase in plan.phases[:-1])
     yield {"shares": plan.shares, "cuts": cuts, "borders of phases": borders}
     records = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in _SHOWN_APART}
     updates = plan.updates

@@ -109,7 +109,8 @@ def test_hidden_messages_may_be_slower() -> None:
 
 def test_networks_without_messages_and_contention() -> None:
     """One rank alone has no network that could be slower; contention is said not to change."""
-    assert graph_of(free := line_problem([(1, 50.0)], 0.0, 0.0), make_schedule(free, "single")).link_slack() == {}
+    free = line_problem([(1, 50.0)], 0.0, 0.0)
+    assert graph_of(free, make_schedule(free, "single")).link_slack() == {}
     for contention in (None, (1.5, 2.0)):
         lines = slack_lines(optimize(usual_profile(), usual_cluster(contention=contention)))
         assert any("leaves out contention" in line for line in lines) == (contention is not None)
