@@ -74,41 +74,24 @@ def check_attach(
         attached: the models that are attached already.
     """
     facts, scale = ModelFacts.of(model), cast(object, options.loss_scale)  # of any type, where callers are not checked
-    whole, plan = plan, plan and plan.first
 
     def reasons() -> Iterator[str | None]:
         yield check_attached(model, attached)
         yield check_owners(model, optimizer)
-        if plan is not None:
-            yield check_optimizer(plan, optimizer, facts.parameters)
         if scale is not None and not callable(scale):
             yield f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
         yield check_residual_unit(options.residual_unit, inner_optimizers(optimizer))
-        if plan is not None and options.residual_unit == "update":
-            yield asked_modes(plan)[0].residual_reason
-        if options.weight is not None:
-            weight = cast(object, options.weight)
-            if not callable(weight):
-                yield f"weight: found {weight!r}, expected a function that returns a number of samples; pass that"
-            if plan is not None:
-                yield asked_modes(plan)[0].weight_reason
+        if options.weight is not None and not callable(weight := cast(object, options.weight)):
+            yield f"weight: found {weight!r}, expected a function that returns a number of samples; pass that"
         if options.broadcast_buffers and world.ranks > 1:
             yield check_buffers(model)
         yield check_compile(model, options.compile)
-        if plan is not None:
-            yield check_cuts(model, plan.cuts)
-        if plan is not None:
-            yield asked_modes(plan)[0].attach_reason
         yield facts.problem
-        if plan is not None:
-            yield check_plan(facts.parameters, plan, world.ranks)
-            yield check_backend(plan, world, facts.device)
-        weighted, by_rate = options.weight is not None, options.residual_unit == "update"
-        for number, phase in enumerate(whole.all_phases[1:] if whole is not None else (), 1):
-            problem = check_following(
-                phase, 0, 0, model, optimizer, facts.parameters, world, weighted=weighted, by_rate=by_rate
-            )
-            yield problem and f"phase {number} of the plan: {problem}"
+        for number, phase in enumerate(() if plan is None else plan.all_phases):
+            problem = check_executable(phase, model, optimizer, facts.parameters, world, options)
+            if number and (problem := problem or check_switch(phase, 0, 0)):
+                problem = f"phase {number} of the plan: {problem}"
+            yield problem
 
     try:
         return facts, next(filter(None, reasons()), None)
@@ -116,22 +99,22 @@ def check_attach(
         return facts, str(error)
 
 
-def check_following(
-    plan: Plan, at_step: object, step: int, model: nn.Module, optimizer: object,
-    parameters: Mapping[str, nn.Parameter], world: World, *, weighted: bool, by_rate: bool,
+def check_executable(
+    plan: Plan, model: nn.Module, optimizer: object, parameters: Mapping[str, nn.Parameter], world: World,
+    options: AttachOptions,
 ) -> str | None:  # fmt: skip
-    """Return the first reason on this rank why a run cannot switch to a plan at a step; `step` are done. `weighted`:
-    ranks have weights, `by_rate`: residuals are in units of updates.
+    """Return the first reason on this rank why a session of this model and optimizer cannot train by a plan, or None;
+    `parameters` are those that ranks train together, by canonical name.
     """
     mode = asked_modes(plan)[0]
     return (
-        check_plan(parameters, plan, world.ranks)
-        or check_optimizer(plan, optimizer, parameters)
-        or check_switch(plan, at_step, step)
+        check_optimizer(plan, optimizer, parameters)
+        or (mode.residual_reason if options.residual_unit == "update" else None)
+        or (mode.weight_reason if options.weight is not None else None)
         or check_cuts(model, plan.cuts)
+        or mode.attach_reason
+        or check_plan(parameters, plan, world.ranks)
         or check_backend(plan, world, next(iter(parameters.values())).device)
-        or (mode.weight_reason if weighted else None)
-        or (mode.residual_reason if by_rate else None)
     )
 
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runtime.checks.attach import check_following
-from runtime.checks.modes import make_mode
+from runtime.checks.attach import check_executable
+from runtime.checks.modes import asked_modes, make_mode
 from runtime.checks.optimizer import warn_of_cost, warn_of_selection
-from runtime.checks.plan import trainable_parameters
+from runtime.checks.plan import check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
 from runtime.comm.communicator import CommTiming, Communicator
@@ -574,10 +574,11 @@ class Session:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-            problem = check_following(
-                loaded, at_step, self.step, self.model, self._given, self._parameters, self._world,
-                weighted=self._weights.wanted, by_rate=self._options.learning_rate is not None,
-            )  # fmt: skip
+            problem = (
+                check_executable(loaded, self.model, self._given, self._parameters, self._world, self._options)
+                or check_switch(loaded, at_step, self.step)
+                or (asked_modes(loaded)[0].weight_reason if self._weights.wanted else None)
+            )
             if problem:
                 return None, problem
             if self._world.rank == 0 and self._world.ranks > 1:
