@@ -10,11 +10,12 @@ from planner.cli.commands import DECIDING, Optimize
 from planner.cli.options import chosen, printed_json, split_items
 from planner.decide.given import given_request
 from planner.decide.optimize import decide
-from planner.decide.phases import join_phases
+from planner.decide.phases import check_same_gradients, join_phases
 from planner.decide.plan_request import Request
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import unmeasured
+from planner.documents.text import pluralize
 from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.passes import PASSES
 from planner.report.files import check_writable
@@ -43,11 +44,15 @@ def optimize(asked: Optimize) -> None:
 def _phases(asked: Optimize) -> None:
     """Make one plan of several profiles, save it and print its phases."""
     if not asked.more or asked.epochs is None or asked.steps_per_epoch is None or asked.parallel or asked.from_schedule:
+        options = ("epochs", "steps_per_epoch", "parallel", "from_schedule")
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in options if getattr(asked, name) is not None)
         raise InputError(
-            "phases: expected several profiles with --epochs and --steps-per-epoch, without --parallel and "
-            "--from-schedule: planner optimize A.json B.json --epochs 13,11 --steps-per-epoch 40"
+            f"phases: found {pluralize(1 + len(asked.more or ()), 'profile')} with {given or 'no option'}, expected "
+            f"several with --epochs and --steps-per-epoch, without --parallel and --from-schedule: planner optimize "
+            f"A.json B.json --epochs 13,11 --steps-per-epoch 40"
         )
     counts = [_counts("--epochs", asked.epochs), _counts("--steps-per-epoch", asked.steps_per_epoch)]
+    check_same_gradients([find_profile(name) for name in (asked.profile, *asked.more)])
     names = ("cluster", "accuracy", "max_memory_mib")
     plans = [
         _buckets(asked, {"profile": profile, **{name: getattr(asked, name) for name in names}})

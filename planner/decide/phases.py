@@ -6,12 +6,14 @@ CommLib's record (MLSys 2021, Table 4) is such a schedule: 13 epochs of images o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+from planner.documents.profile import Profile
 from planner.documents.text import pluralize
 from planner.ir import ACCURACIES
 from runtime.errors import InputError
 from runtime.plan import Plan
-from runtime.plan.document import PhasePlan
+from runtime.plan.document import PhasePlan, phase_problem
 from runtime.plan.predicted import Prediction
 
 
@@ -34,17 +36,11 @@ def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: S
                 f"whole number from 1 for each, such as {','.join(['10'] * len(plans))}"
             )
     for number, plan in enumerate(plans):
-        same = plan.world.ranks == plans[0].world.ranks and set(plan.gradients) == set(plans[0].gradients)
-        if not same:
-            raise InputError(
-                f"profile {number + 1}: found another model or number of ranks than in the first profile, expected the "
-                f"same model on the same ranks, with other inputs; profile it again"
-            )
+        if problem := phase_problem(plan, number, plans[0], plans[0].world.ranks):
+            raise InputError(f"profile {number + 1}: {problem}")
     steps = [count * per for count, per in zip(epochs, each, strict=True)]
-    borders = [sum(steps[: number + 1]) for number in range(len(steps) - 1)]
-    total_us = sum(
-        count * plan.predicted.iteration_us for count, plan in zip(steps, plans, strict=True) if plan.predicted
-    )
+    ends = list(accumulate(steps))
+    times = [_phase_time(plan, end - count, end) for plan, count, end in zip(plans, steps, ends, strict=True)]
     return Plan(
         model=plans[0].model,
         world=plans[0].world,
@@ -52,21 +48,51 @@ def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: S
         interface=tuple(sorted({name for plan in plans for name in plan.interfaces})) or None,
         buckets=(),
         phases=tuple(
-            PhasePlan(plan=plan, until_step=until) for plan, until in zip(plans, [*borders, None], strict=True)
+            PhasePlan(plan=plan, until_step=until) for plan, until in zip(plans, [*ends[:-1], None], strict=True)
         ),
-        predicted=Prediction(iteration_us=total_us / sum(steps)),
-        notes=tuple(phase_lines(plans, epochs, steps)),
+        predicted=Prediction(iteration_us=sum(time_us for time_us, _ in times) / ends[-1]),
+        notes=tuple(phase_lines(plans, epochs, steps, times)),
     )
 
 
-def phase_lines(plans: Sequence[Plan], epochs: Sequence[int], steps: Sequence[int]) -> list[str]:
+def check_same_gradients(profiles: Sequence[Profile]) -> None:
+    """Raise InputError where a profile has another gradient, by name, number of elements or dtype, than the first."""
+    expected, *others = [{one.name: (one.numel, one.dtype) for one in each.compute.gradients} for each in profiles]
+    for number, found in enumerate(others, 2):
+        name = next((name for name in (*expected, *found) if found.get(name) != expected.get(name)), None)
+        if name is not None:
+            raise InputError(
+                f"profile {number}: gradient {name!r}: found {found.get(name, 'none')} (elements, dtype), expected "
+                f"{expected.get(name, 'none')} as in the first: one model with other inputs; profile it again"
+            )
+
+
+def _phase_time(plan: Plan, begin: int, end: int) -> tuple[float, str]:
+    """Return the time of a plan's steps from one to another of a run in microseconds, and what its first steps take.
+
+    First steps of another kind than the prediction is for (exact, or synchronous) take as long as those of `fallback`.
+    """
+    later_us = plan.predicted.iteration_us if plan.predicted else 0.0
+    kind = plan.delay or plan.outer
+    first = min(max((plan.from_step or 0 if kind is None else kind.warmup_steps) - begin, 0), end - begin)
+    if not first:
+        return (end - begin) * later_us, ""
+    exact = plan.fallback and plan.fallback.predicted
+    first_us = exact.iteration_us if exact else later_us
+    text = f"of {first_us / 1e3:.4g} ms" if exact else "of unknown time, counted as later ones"
+    return first * first_us + (end - begin - first) * later_us, f" (the first {first:,} {text})"
+
+
+def phase_lines(
+    plans: Sequence[Plan], epochs: Sequence[int], steps: Sequence[int], times: Sequence[tuple[float, str]]
+) -> list[str]:
     """Return a line for each phase, and one for the whole: steps, a step in ms, and seconds."""
-    lines, total_s = [], 0.0
-    for number, (plan, count, step_count) in enumerate(zip(plans, epochs, steps, strict=True)):
+    lines = []
+    for number, (plan, count, step_count, (time_us, first)) in enumerate(zip(plans, epochs, steps, times, strict=True)):
         step_us = plan.predicted.iteration_us if plan.predicted else 0.0
-        total_s += step_count * step_us / 1e6
         lines.append(
-            f"phase {number}: {pluralize(count, 'epoch')}, {step_count:,} steps of {step_us / 1e3:.4g} ms, "
-            f"{step_count * step_us / 1e6:.4g} s; {pluralize(len(plan.buckets), 'bucket')}, {plan.accuracy}"
+            f"phase {number}: {pluralize(count, 'epoch')}, {step_count:,} steps of {step_us / 1e3:.4g} ms{first}, "
+            f"{time_us / 1e6:.4g} s; {pluralize(len(plan.buckets), 'bucket')}, {plan.accuracy}"
         )
+    total_s = sum(time_us for time_us, _ in times) / 1e6
     return [*lines, f"predicted total: {total_s:.4g} s for {sum(steps):,} steps"]

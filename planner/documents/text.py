@@ -44,6 +44,10 @@ def first_part_with_source(text: str) -> str:
     return "; ".join([first, *(part for part in others if part.startswith("source: "))])
 
 
+BOTH_BUSY = "while both are busy"
+"""Words before `describe_contention` in a plan's sources, by which its reports know of contention."""
+
+
 def describe_contention(factors: Contention) -> str:
     """Contention factors in words: from the largest message that was measured to the smallest."""
     network = f"{factors.network:.3g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.documents.profile import Cluster, Link, Profile
-from planner.documents.text import describe_contention, mib, pluralize
+from planner.documents.text import BOTH_BUSY, describe_contention, mib, pluralize
 from planner.model.problem import Problem
 from runtime.version import __version__
 
@@ -95,5 +95,5 @@ def _communication(problem: Problem) -> str:
         text += ", extrapolated from another number of ranks"
     if problem.contended:
         factors = problem.contention
-        text += f"; while both are busy, {describe_contention(factors)}"
+        text += f"; {BOTH_BUSY}, {describe_contention(factors)}"
     return text

@@ -127,14 +127,14 @@ class StepGraph:
     def link_slack(self) -> dict[str, float]:
         """Return by what factor all messages of each link may be longer, at once, without making the step longer."""
         return {
-            link: self._factor(link) for link in dict.fromkeys(node.resource for node in self.order) if link != COMPUTE
+            link: self._factor(link)
+            for link in dict.fromkeys(node.resource for node in self.order if node.time_us > 0.0)
+            if link != COMPUTE
         }
 
     def _factor(self, link: str) -> float:
         messages = [node for node in self.order if node.resource == link]
         limit_us, longest_us = self.step_us * (1.0 + EXACT), max(node.time_us for node in messages)
-        if longest_us <= 0.0:
-            return 1.0
         low, high = 1.0, max(1.0, 2.0 * self.step_us / longest_us)
         for _ in range(HALVINGS):
             middle = (low + high) / 2.0

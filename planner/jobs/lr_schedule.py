@@ -25,7 +25,7 @@ class LrSchedule:
     scale_batch: int | None = None
     """Batch that the job's rate is for; None: the rate is not scaled."""
     warmup_steps: int = 0
-    """Steps in which the rate moves from the job's to the scaled one."""
+    """Steps in which the rate moves from the job's to the scaled one; from 0 to the job's where it is not scaled."""
     cosine: bool = False
     """Whether the rate decays to 0 after the warm-up, by half a cosine."""
     peak: float = 1.0
@@ -65,7 +65,8 @@ class LrSchedule:
     def factor(self, step: int, steps: int) -> float:
         """Return the factor of the job's rate in a step, from 0, of a run of `steps`."""
         if step < self.warmup_steps:
-            return 1.0 + (self.peak - 1.0) * step / self.warmup_steps
+            start = 0.0 if self.scale_batch is None else 1.0
+            return start + (self.peak - start) * step / self.warmup_steps
         if not self.cosine:
             return self.peak
         done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)

@@ -222,14 +222,14 @@ def train_rank(
     if plan is not None and plan.local_async is not None:
         return train_rank_locally(spec, plan, course, device, timeout_s)
     steps, lr_schedule = course.steps, course.lr_schedule
-    built = build(spec, device).sharing(None if plan is None else plan.shares)
+    built = build(spec, device).sharing(None if plan is None else plan.first.shares)
     schedules = []
     if lr_schedule != CONSTANT:
         scaled = scaled_by(lr_schedule, built, dist.get_world_size() if dist.is_initialized() else 1)
         schedules = [make_scheduler(scaled, steps, one) for one in each_of(built.optimizer)]
     trainer = Trainer(built, plan, timeout_s)
     for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
-        trainer.step(built.batch(step))
+        trainer.step(trainer.built.batch(step))
         for schedule in schedules:
             schedule.step()
     return trainer.close()

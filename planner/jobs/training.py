@@ -245,17 +245,17 @@ class Trainer:
         """Attach the plan, or wrap the model; every rank calls it.
 
         Args:
-            built: the job.
+            built: the job; its batches are by the shares of the plan, or of its phases.
             plan: None: plain DDP.
             timeout_s: deadline of every wait for other ranks; default: 20 steps, at least 30 s.
         """
-        self.built = built
-        self.session = None
+        self._phases = [built] if plan is None else [built.sharing(each.shares) for each in plan.all_phases]
+        self.session: runtime.Session | None = None
         if plan is not None:
+            weight = self._weight if any(each.share is not None for each in self._phases) else None
             self.session = runtime.attach(
-                built.model, built.optimizer, plan, timeout_s=timeout_s, compile=built.job.compile,
-                weight=built.weight,
-            )  # fmt: skip
+                built.model, built.optimizer, plan, timeout_s=timeout_s, compile=built.job.compile, weight=weight
+            )
         self._model: nn.Module = built.model
         # Made after the model and released after it: if DDP is the last owner of a group, it takes it down without
         # letting other threads run, and waits for the group's thread, which may wait for that.
@@ -271,6 +271,14 @@ class Trainer:
                 self._model = CompiledModel(built.model, built.job.compile).around(self._model)
         self.step_us: list[float] = []
         self.losses: list[float] = []
+
+    @property
+    def built(self) -> BuiltJob:
+        """Return the job, with the batches of the present phase."""
+        return self._phases[0 if self.session is None else self.session.phase]
+
+    def _weight(self) -> float:
+        return 1.0 if self.built.share is None else self.built.share.weight
 
     def step(self, batch: Any) -> None:
         """Make one training step, timed from zero_grad to the end of the update; the batch is ready before."""

@@ -327,7 +327,8 @@ def _check_permitted(
             f"the plan's accuracy is {plan.accuracy}, expected at most {accuracy}; pass accuracy={plan.accuracy!r} if "
             f"that is meant, or make the plan with `planner optimize --accuracy {accuracy}`"
         )
-    codecs = {BY_NAME.get(bucket.compressor.name) for bucket in plan.buckets if not bucket.dense}
+    buckets = [bucket for phase in plan.all_phases for bucket in phase.buckets if not bucket.dense]
+    codecs = {BY_NAME.get(bucket.compressor.name) for bucket in buckets}
     if compress is not None and (more := [codec for codec in codecs if codec not in check_compress(compress)]):
         named = ", ".join(sorted("another encoding" if codec is None else codec.option for codec in more))
         raise PlanMismatch(

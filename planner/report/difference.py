@@ -59,6 +59,9 @@ def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
     if first == second:
         return
     yield from _rows(_options(first), _options(second))
+    for number, pair in enumerate(zip(first.phases or (), second.phases or (), strict=False)):
+        for row in _executed_rows(pair[0].plan, pair[1].plan):
+            yield replace(row, what=f"phase {number}: {row.what}")
     yield from _bucket_rows(first.buckets, second.buckets)
     yield from _rows([{"phase_order": first.phase_order}], [{"phase_order": second.phase_order}])
     if first.fallback is not None and second.fallback is not None:
@@ -69,7 +72,8 @@ def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
 
 
 _SHOWN_APART = FOR_READERS | {
-    "schema", "model", "world", "accuracy", "interface", "from_step", "buckets", "fallback", "phase_order", "updates"
+    "schema", "model", "world", "accuracy", "interface", "from_step", "buckets", "phases", "fallback", "phase_order",
+    "updates", "shares", "cuts",
 }  # fmt: skip
 """Fields of a plan that are no record with the options of a mode."""
 
@@ -78,6 +82,9 @@ def _options(plan: Plan) -> Iterator[Mapping[str, Any]]:
     """Yield what a plan says of its execution besides buckets, by name, in groups."""
     named = {"model": plan.model.fingerprint, **vars(plan.world)}
     yield named | {"accuracy": plan.accuracy, "interface": plan.interface, "from_step": plan.from_step}
+    cuts = plan.cuts if plan.cuts is None else plan.cuts or "none at all"
+    borders = None if plan.phases is None else tuple(str(phase.until_step or "by call") for phase in plan.phases[:-1])
+    yield {"shares": plan.shares, "cuts": cuts, "borders of phases": borders}
     records = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in _SHOWN_APART}
     updates = plan.updates
     of_update = ("norms", "operator", "step")
@@ -97,6 +104,8 @@ def _rows(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]
 def _text(value: Any) -> str:
     if value is None or value == () or value == {}:
         return "–"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {each}" for name, each in value.items())
     if isinstance(value, tuple):
         return ", ".join("+".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value)
     return str(value)

@@ -44,8 +44,9 @@ def explain(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Plan
         EnvironmentFailure: plotly, which draws pages, is not installed.
     """
     loaded = load_plan(plan)
-    if HTML in outputs or measured is not None:
-        check_has_buckets(loaded, f"{plan}: {HTML if HTML in outputs else '--measured'}", f"{TRACE} draws its timeline")
+    asked = HTML if HTML in outputs else "--measured" if measured is not None else TRACE
+    if asked != TRACE or (TRACE in outputs and loaded.phases is not None):
+        check_has_buckets(loaded, f"{plan}: {asked}", f"{TRACE} draws its timeline")
     step = None if measured is None else load_measured(measured, loaded)
     if TRACE in outputs and step is None and not (loaded.predicted and loaded.predicted.timeline):
         raise InputError(

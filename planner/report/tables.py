@@ -15,6 +15,7 @@ from planner.decide.defaults import ALLOWED, MORE, NOTHING_TO_GAIN
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
 from planner.documents.text import (
+    BOTH_BUSY,
     SENTENCE_CHARACTERS,
     describe_contention,
     mebibytes,
@@ -128,6 +129,8 @@ def slack_lines(plan: Plan) -> list[str]:
     parts = [f"{name} {milliseconds(time_us)} ms" for name, time_us in times_us.items() if time_us > 0.0]
     if len(parts) > SHOWN_PATH:
         parts[SHOWN_PATH - 1 : -1] = [f"{len(parts) - SHOWN_PATH} more"]
+    if lines and BOTH_BUSY in (plan.sources or {}).get("communication", ""):
+        lines.append("slack leaves out contention: slower messages also slow computation down")
     return [*lines, f"critical path: {', '.join(parts)}"]
 
 
@@ -490,7 +493,7 @@ def profile_lines(profile: Profile) -> list[str]:
             f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
         )
     if cluster is not None and cluster.contention is not None:
-        lines.append(f"while both are busy, {describe_contention(cluster.contention)}")
+        lines.append(f"{BOTH_BUSY}, {describe_contention(cluster.contention)}")
     if profile.local_async is not None:
         rates = ", ".join(
             f"{point.updaters}: {milliseconds(point.minibatch_us)} ms" for point in profile.local_async.curve

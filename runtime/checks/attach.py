@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -17,6 +17,7 @@ from runtime.checks.plan import (
     check_buffers,
     check_model,
     check_plan,
+    check_switch,
     dtype_name,
     parameters_fingerprint,
     trainable_parameters,
@@ -68,7 +69,7 @@ def check_attach(
 
     Args:
         model, optimizer, options: as `attach` has them.
-        plan: None where it is made once ranks have agreed on the model.
+        plan: also one in phases; None where it is made once ranks have agreed on the model.
         world: the ranks that train together.
         attached: the models that are attached already.
     """
@@ -77,35 +78,44 @@ def check_attach(
     def reasons() -> Iterator[str | None]:
         yield check_attached(model, attached)
         yield check_owners(model, optimizer)
-        if plan is not None:
-            yield check_optimizer(plan, optimizer, facts.parameters)
         if scale is not None and not callable(scale):
             yield f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
         yield check_residual_unit(options.residual_unit, inner_optimizers(optimizer))
-        if plan is not None and options.residual_unit == "update":
-            yield asked_modes(plan)[0].residual_reason
-        if options.weight is not None:
-            weight = cast(object, options.weight)
-            if not callable(weight):
-                yield f"weight: found {weight!r}, expected a function that returns a number of samples; pass that"
-            if plan is not None:
-                yield asked_modes(plan)[0].weight_reason
+        if options.weight is not None and not callable(weight := cast(object, options.weight)):
+            yield f"weight: found {weight!r}, expected a function that returns a number of samples; pass that"
         if options.broadcast_buffers and world.ranks > 1:
             yield check_buffers(model)
         yield check_compile(model, options.compile)
-        if plan is not None:
-            yield check_cuts(model, plan.cuts)
-        if plan is not None:
-            yield asked_modes(plan)[0].attach_reason
         yield facts.problem
-        if plan is not None:
-            yield check_plan(facts.parameters, plan, world.ranks)
-            yield check_backend(plan, world, facts.device)
+        for number, phase in enumerate(() if plan is None else plan.all_phases):
+            problem = check_executable(phase, model, optimizer, facts.parameters, world, options)
+            if number and (problem := problem or check_switch(phase, 0, 0)):
+                problem = f"phase {number} of the plan: {problem}"
+            yield problem
 
     try:
         return facts, next(filter(None, reasons()), None)
     except InputError as error:
         return facts, str(error)
+
+
+def check_executable(
+    plan: Plan, model: nn.Module, optimizer: object, parameters: Mapping[str, nn.Parameter], world: World,
+    options: AttachOptions,
+) -> str | None:  # fmt: skip
+    """Return the first reason on this rank why a session of this model and optimizer cannot train by a plan, or None;
+    `parameters` are those that ranks train together, by canonical name.
+    """
+    mode = asked_modes(plan)[0]
+    return (
+        check_optimizer(plan, optimizer, parameters)
+        or (mode.residual_reason if options.residual_unit == "update" else None)
+        or (mode.weight_reason if options.weight is not None else None)
+        or check_cuts(model, plan.cuts)
+        or mode.attach_reason
+        or check_plan(parameters, plan, world.ranks)
+        or check_backend(plan, world, next(iter(parameters.values())).device)
+    )
 
 
 def form_of_followed(model: nn.Module, *, buffers: bool) -> str:

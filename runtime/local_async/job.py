@@ -121,8 +121,9 @@ def _passes(loader: Callable[[Part], Iterable[Any]], part: Part) -> Iterator[Any
     batches = loader(part)
     epoch = 0
     while True:
-        sampler: Any = getattr(batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
+        by_batch: Any = getattr(batches, "batch_sampler", None)
+        samplers: Any = getattr(batches, "sampler", None), by_batch, getattr(by_batch, "sampler", None)
+        for sampler in {id(one): one for one in samplers if hasattr(one, "set_epoch")}.values():
             sampler.set_epoch(epoch)
         empty = True
         for batch in batches:

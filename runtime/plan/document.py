@@ -354,7 +354,12 @@ class Plan(Document):
     @property
     def first(self) -> Plan:
         """Return the plan of the first steps: that of the first phase, or the plan itself."""
-        return self if self.phases is None else self.phases[0].plan
+        return self.all_phases[0]
+
+    @property
+    def all_phases(self) -> tuple[Plan, ...]:
+        """Return the plans of its phases, in order; the plan itself where it has none."""
+        return (self,) if self.phases is None else tuple(phase.plan for phase in self.phases)
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -586,6 +591,20 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
     return plan.fsdp2.problem_on(plan.world.ranks, f"{path}.fsdp2")
 
 
+def phase_problem(plan: Plan, number: int, first: Plan, ranks: int) -> str | None:
+    """Return why a plan cannot be the phase of this number of a run with these ranks and this first plan, or None."""
+    fingerprints = {plan.model.fingerprint, first.model.fingerprint} - {None}
+    if plan.world.ranks != ranks or set(plan.gradients) != set(first.gradients) or len(fingerprints) > 1:
+        return (
+            "found another model or number of ranks than in the first phase, expected the same model on the same "
+            "ranks, with other inputs; profile it again"
+        )
+    what = "local updaters, which are processes of their own for a whole run" if plan.local_async is not None else None
+    if plan.delay is not None and number:
+        what = "a delay, whose warm-up begins with a run, behind the first phase"
+    return what and f"found {what}; expected none: plan with --accuracy exact or bounded"
+
+
 def _phases_problem(plan: Plan, phases: Sequence[PhasePlan], path: str) -> str | None:
     for name in ("buckets", "fsdp2", "delay", "local_async", "updates", "fallback"):
         if getattr(plan, name):
@@ -595,8 +614,8 @@ def _phases_problem(plan: Plan, phases: Sequence[PhasePlan], path: str) -> str |
         here, of = f"{path}.phases[{number}]", phase.plan
         if of.phases is not None or of.fsdp2 is not None:
             return f"{here}.plan: found no plan with buckets, expected one: {HINT}"
-        if of.world.ranks != plan.world.ranks or set(of.gradients) != set(phases[0].plan.gradients):
-            return f"{here}.plan: found another model or number of ranks than in $.phases[0].plan, expected the same"
+        if problem := phase_problem(of, number, phases[0].plan, plan.world.ranks):
+            return f"{here}.plan: {problem}"
         if get_args(Accuracy).index(of.accuracy) > get_args(Accuracy).index(plan.accuracy):
             return f"{here}.plan.accuracy: found {of.accuracy}, expected at most the plan's own, {plan.accuracy}"
         if missing := sorted(set(of.interfaces) - set(plan.interfaces)):

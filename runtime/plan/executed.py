@@ -94,6 +94,7 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
         usual = tuple((bucket,) for bucket in reversed(range(len(plan.buckets))))
         step = StepPlan(
             sharded=True,
+            owners=dict(sorted((updates.step.owners or {}).items())) or None,
             weights=updates.step.weights,
             gather="forward" if gathers is not None else None,
             gathers=None if gathers == usual else gathers,

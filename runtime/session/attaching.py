@@ -15,7 +15,7 @@ from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_o
 from runtime.checks.backend import check_backend
 from runtime.checks.optimizer import check_steps, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan
-from runtime.checks.topology import adapt
+from runtime.checks.topology import adapt, check_topology
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.core.members import exchanged_buffers, exchanged_parameters
@@ -142,7 +142,7 @@ def attach_as(
     group, timeout_s = options.process_group, options.timeout_s
     world = World.join(group, *deadlines(timeout_s, group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
-        facts, found = check_attach(model, optimizer, given, options, world, attached)
+        facts, found = check_attach(model, optimizer, whole, options, world, attached)
         everyone = compare_ranks(world, model, facts, whole, problem or found, options)
         if given is None:
             assert isinstance(plan, PlanToMake)  # else its file was refused
@@ -150,6 +150,9 @@ def attach_as(
             if problem := check_plan(facts.parameters, given, world.ranks) or check_backend(given, world, facts.device):
                 raise PlanMismatch(problem)
         adapted = adapt(given, world, facts.parameters)
+        for number, phase in enumerate(whole.all_phases[1:] if whole is not None else (), 1):
+            if problem := check_topology(phase, world.topology):
+                raise PlanMismatch(f"phase {number} of the plan: {problem}")
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(adapted, inner_optimizers(optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from runtime.errors import InputError
 from runtime.plan import Plan
@@ -20,24 +21,39 @@ class Phases:
             step: returns the number of steps done.
             begin: called with the plan of a phase before it begins at its step.
         """
-        self._phases, self._step, self._begin = tuple(phases), step, begin
+        self._plans, self._step, self._begin = [phase.plan for phase in phases], step, begin
+        self._borders = [phase.until_step for phase in phases[:-1]]
         self.index = 0
 
     def step_done(self) -> Plan | None:
         """Return the plan of the next phase where the present one ends with this step."""
-        until_step = self._phases[self.index].until_step
-        if until_step is None or self._step() < until_step:
+        before = self.index
+        for until_step in self._borders[before:]:
+            if until_step is None or self._step() < until_step:
+                break
+            self.index += 1
+        if self.index == before:
             return None
-        plan = self.advance()
+        plan = self[self.index]
         self._begin(plan)
         return plan
 
-    def advance(self) -> Plan:
-        """Begin the next phase, and return its plan. Raises InputError in the last one."""
-        if self.index == len(self._phases) - 1:
+    def __getitem__(self, index: int) -> Plan:
+        """Return the plan of a phase. Raises InputError behind the last one."""
+        if index >= len(self._plans):
             raise InputError(
-                f"session.next_phase: found the last of {len(self._phases)} phases, expected one after it; call it "
+                f"session.next_phase: found the last of {len(self._plans)} phases, expected one after it; call it "
                 f"once for each border, or give the plan more phases"
             )
-        self.index += 1
-        return self._phases[self.index].plan
+        return self._plans[index]
+
+    def saved_in(self, state: Any) -> int:
+        """Return the phase of `Session.state_dict()`, or of a list of them; the present one if it names none."""
+        one = state[0] if isinstance(state, list | tuple) and state else state
+        index = one.get("phase", self.index) if isinstance(one, dict) else self.index  # no state is refused later
+        if index not in range(len(self._plans)):
+            raise InputError(
+                f"load_state_dict: found the state of phase {index!r}, expected one from 0 to "
+                f"{len(self._plans) - 1}; attach the plan that the run began with"
+            )
+        return int(index)

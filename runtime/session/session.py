@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runtime.checks.backend import check_backend
+from runtime.checks.attach import check_executable
 from runtime.checks.modes import asked_modes, make_mode
-from runtime.checks.optimizer import check_optimizer, warn_of_cost, warn_of_selection
-from runtime.checks.plan import check_plan, check_switch, trainable_parameters
+from runtime.checks.optimizer import warn_of_cost, warn_of_selection
+from runtime.checks.plan import check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
 from runtime.comm.communicator import CommTiming, Communicator
@@ -28,7 +28,7 @@ from runtime.comm.world import Grid, RankInfo, World, agree, check_still_alone, 
 from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
-from runtime.core.compiled import CompiledModel, check_cuts, report_regions
+from runtime.core.compiled import CompiledModel, report_regions
 from runtime.core.exchange import Exchange
 from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
@@ -494,14 +494,14 @@ class Session:
             CommunicationError: a rank did not come within the deadline.
         """
         self._pause("session.switch")
-        if isinstance(self._director, Phases):
-            self._director = None  # from now on the caller decides
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
         digest = "" if prepared is None else prepared[0].plan.digest()
         mine = RankInfo(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
         agree(self._world, mine)
         assert prepared is not None
+        if isinstance(self._director, Phases):
+            self._director = None  # from now on the caller decides
         self._pending = (at_step, *prepared)
         self._monitor.try_plan(prepared[0].plan)
         if at_step == self.step:
@@ -521,17 +521,21 @@ class Session:
         phases = self._director
         if not isinstance(phases, Phases):
             raise InputError("session.next_phase: found a plan without phases, expected one by `planner optimize A B`")
-        self.switch(phases.advance())
-        self._director = phases
+        self._begin_phase(phases, phases.index + 1)
 
     @property
     def phase(self) -> int:
         """Number of the present phase of a plan in phases, counted from 0; 0 with any other plan."""
         return self._director.index if isinstance(self._director, Phases) else 0
 
+    def _begin_phase(self, phases: Phases, index: int) -> None:
+        """Switch to a phase between two steps; raises as `switch`, and then the present one continues."""
+        self.switch(phases[index])
+        phases.index, self._director = index, phases
+
     def _follow(self, phases: Sequence[PhasePlan]) -> None:
         """Train by these phases, of which the first is the present plan."""
-        self._director = Phases(phases, lambda: self.step, self._monitor.try_plan)
+        self._director = Phases(phases, lambda: self.step, lambda plan: self._monitor.try_plan(plan))
 
     def _thawed(self, names: Sequence[str]) -> bool:
         """Return whether parameters that have become trainable since attach are in buckets from now on; called before a
@@ -571,13 +575,9 @@ class Session:
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
             problem = (
-                check_plan(self._parameters, loaded, self._world.ranks)
-                or check_optimizer(loaded, self._given, self._parameters)
+                check_executable(loaded, self.model, self._given, self._parameters, self._world, self._options)
                 or check_switch(loaded, at_step, self.step)
-                or check_cuts(self.model, loaded.cuts)
-                or check_backend(loaded, self._world, self._device)
                 or (asked_modes(loaded)[0].weight_reason if self._weights.wanted else None)
-                or (asked_modes(loaded)[0].residual_reason if self._options.learning_rate is not None else None)
             )
             if problem:
                 return None, problem
@@ -632,9 +632,12 @@ class Session:
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
         rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
-        with a delay its part of the global weights and momenta, and its own weights (`delay`).
+        with a delay its part of the global weights and momenta, and its own weights (`delay`), one in phases its `step`
+        and `phase`.
         """
-        named = {"plan": self.plan.digest(), "ranks": self._world.ranks}
+        named: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self._world.ranks}
+        if isinstance(self._director, Phases):
+            named |= {"step": self.step, "phase": self._director.index}
         return named | self._weights.state() | self._monitor.state() | self._mode.state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -670,7 +673,7 @@ class Session:
         """Continue from `state_dict()`, before the first step, with the same plan bit for bit.
 
         A trial of this plan that was over is not repeated; buckets that did harm begin as planned again. A plan with
-        `from_step` continues with the number of the step that was saved. Another plan may
+        `from_step` or phases continues with the step, and in the phase, that was saved. Another plan may
         continue, too: residuals of buckets that it sends in full are sent with the next step. With a delay, load model
         and optimizer first: the session's weights count.
 
@@ -682,6 +685,9 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
                 also of other buckets.
         """
+        phases = self._director
+        if isinstance(phases, Phases) and (index := phases.saved_in(state)) != phases.index:
+            self._begin_phase(phases, index)
         self.step = self._mode.load(state)
         first = state if isinstance(state, dict) else state[0]
         self._weights.load(first)

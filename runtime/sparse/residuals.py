@@ -248,7 +248,7 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
         isinstance(one, dict)
         and {"plan", "ranks"}
         <= set(one)
-        <= {"plan", "ranks", "rank", "tried", "carried", "weights", "step", "weight_unit"}
+        <= {"plan", "ranks", "rank", "tried", "carried", "weights", "step", "phase", "weight_unit"}
         and isinstance(carried, dict)
         and (not carried or ("rank" in one and set(carried) - {"starts"} == {"residuals", "steps", "loss_scale"}))
         and all(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from interplay_harness import SGD, loss_of, mlp
 from session_checks import plan_of
 from step_checks import raised
 from torch import nn
 
 import runtime
-from runtime.plan import Plan
+from runtime.monitor.trial import Trial
+from runtime.plan import DelaySpec, Plan
 from runtime.plan.document import PhasePlan
+from runtime.session.phases import Phases
 
 BORDERS = (3, 5)
 STEPS = 8
@@ -36,14 +42,20 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def in_phases(by_call: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Weights, and (phase, buckets) after each step."""
+def in_phases(by_call: bool, resumes: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Weights, and (phase, buckets) after each step; `resumes`: in a new session in the middle of phase 1."""
     torch.manual_seed(1)
     model = mlp()
     optimizer = SGD(model.parameters())
-    session = runtime.attach(model, optimizer, phased(model, (None, None) if by_call else BORDERS))
+    plan = phased(model, (None, None) if by_call else BORDERS)
+    session = runtime.attach(model, optimizer, plan)
     seen = []
     for step in range(STEPS):
+        if resumes and step == BORDERS[0] + 1:
+            state = session.state_dict()
+            session.detach()
+            session = runtime.attach(model, optimizer, plan)
+            session.load_state_dict(state)
         if by_call and step in BORDERS:
             session.next_phase()
         train(model, optimizer, range(step, step + 1))
@@ -69,9 +81,9 @@ def by_hand() -> list[torch.Tensor]:
 def check() -> dict[str, Any]:
     expected = by_hand()
     result: dict[str, Any] = {}
-    for by_call in (False, True):
-        found, seen = in_phases(by_call)
-        result["by call" if by_call else "by step"] = (
+    for by_call, resumes in product((False, True), repeat=2):
+        found, seen = in_phases(by_call, resumes)
+        result["by call" if by_call else "by step", resumes] = (
             all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
             [phase for phase, _ in seen],
             len({buckets for _, buckets in seen}),
@@ -80,5 +92,25 @@ def check() -> dict[str, Any]:
     model = mlp()
     session = runtime.attach(model, SGD(model.parameters()), plan_of(model, 1))
     result["without phases"] = raised(session.next_phase)
+    session.detach()
+    optimizer = SGD(model.parameters())
+    delayed = PhasePlan(plan=plan_of(model, 1, accuracy="relaxed", delay=DelaySpec(steps=1)))
+    late = replace(phased(model, (None, None)), accuracy="relaxed", phases=(PhasePlan(plan=plan_of(model, 1)), delayed))
+    result["a later delay"] = raised(lambda: runtime.attach(model, optimizer, late))
+    session = runtime.attach(model, optimizer, phased(model, (None, None)))
+    failed: list[str] = []
+    hook = next(model.parameters()).register_hook(lambda _: failed.append(raised(session.next_phase)))
+    train(model, optimizer, range(1))
+    hook.remove()
+    other = plan_of(model, 2)
+    failed.append(raised(session.next_phase if dist.get_rank() == 0 else lambda: session.switch(other)))
+    session.next_phase()
+    result["failed"] = *failed, session.phase, len(session.plan.buckets) == len(plan_of(model, 3).buckets)
+    with session._aside("a test", nullcontext):
+        pass
+    assert isinstance(session._director, Phases)
+    session._monitor.trial = trial = Trial(other, session._world, session._recorder)
+    session._director._begin(other)
+    result["trial of the phase before"] = session._monitor.trial is trial
     session.detach()
     return result

@@ -27,6 +27,7 @@ from planner.profile.bench import Progress
 from planner.profile.request import Request
 from runtime.errors import InputError
 from runtime.plan import ModelReference, Plan
+from runtime.plan.document import PhasePlan
 
 FIXED_S, SAMPLE_S = 6e-3, (1e-3, 2e-3)
 """Seconds of a step, and by rank of a sample."""
@@ -96,6 +97,8 @@ def jobs_batches_follow(shares: tuple[int, int]) -> dict[str, Any]:
     planned = {str(rank): share for rank, share in enumerate(shares)}
     plan = plan_of(build(spec, "cpu").model, 2, shares=planned)
     run = train_rank(spec, plan, Course(STEPS), "cpu", False)
+    turned = replace(plan, shares={str(rank): share for rank, share in enumerate(reversed(shares))})
+    phased = replace(plan, buckets=(), shares=None, phases=(PhasePlan(plan=plan, until_step=2), PhasePlan(plan=turned)))
     lineup, rounds = make_lineup(plan, None, (), hooks=()), Rounds(count=2, steps=1)
     seen = compare_rank(spec, replace(lineup, caps=()), rounds, "cpu", False)
     learn = Learn(steps=10, seeds=1)
@@ -106,6 +109,7 @@ def jobs_batches_follow(shares: tuple[int, int]) -> dict[str, Any]:
             float((a - b).abs().max()) for a, b in zip(_weights(spec, plan), alone.model.parameters(), strict=True)
         ),
         "losses": (run.losses, losses),
+        "in phases": (train_rank(spec, phased, Course(STEPS), "cpu", False).losses, losses),
         "measured": seen,
         "learnt": learnt,
     }

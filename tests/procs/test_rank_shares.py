@@ -38,8 +38,9 @@ def test_batches_of_jobs_follow_the_shares_of_a_plan(shares: tuple[int, int]) ->
     ranks = run_ranks(LocalWorld(ranks=2), share_checks.jobs_batches_follow, shares)
     assert max(one["apart"] for one in ranks) < 1e-12
     assert len({one["same weights"] for one in ranks}) == 1
-    (first, expected), (second, _) = (one["losses"] for one in ranks)
-    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(expected, rel=1e-12)
+    for run in ("losses", "in phases"):
+        (first, expected), (second, _) = (one[run] for one in ranks)
+        assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(expected, rel=1e-12)
     found = {row.name: row for row in summarize([one["measured"] for one in ranks]).rows}
     assert (found["plan:equal"].same_training, found["plan"].same_training) == (True, None)
     assert all(row.failure is None for row in found.values())

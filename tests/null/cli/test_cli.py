@@ -115,7 +115,7 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["--bogus"], "--bogus"),
     (["optimise"], "optimise"),
     (["optimize"], "Missing argument"),
-    (["optimize", "p.json", "extra"], "expected several profiles with --epochs"),
+    (["optimize", "p.json", "extra"], "found 2 profiles with no option, expected several with --epochs"),
     (["optimize", "p.json", "--bogus"], "--bogus"),
     (["optimize", "p.json", "-o"], "requires an argument"),
     (["optimize", "absent.json"], "planner: absent.json: no such file; check the path"),

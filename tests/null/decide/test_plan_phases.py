@@ -10,11 +10,13 @@ import pytest
 from builders import run, run_json, usual_document, write
 
 from planner import optimize
-from planner.decide.phases import join_phases
+from planner.decide.phases import check_same_gradients, join_phases
 from planner.documents.profile import parse_profile
+from planner.report.files import explain
 from runtime.errors import InputError
-from runtime.plan import load_plan, parse_plan
+from runtime.plan import DelaySpec, LocalAsyncSpec, ModelReference, load_plan, parse_plan
 from runtime.plan.executed import executed_part
+from runtime.plan.predicted import Prediction
 
 
 def slower(factor: float) -> dict[str, Any]:
@@ -56,6 +58,8 @@ def test_one_plan_of_three_profiles(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_plan(tmp_path / "odd@1").phases is None  # a file of that name
     with pytest.raises(InputError, match=r"found a plan in 3 phases, expected one with buckets; name one phase"):
         from_phases(output)
+    with pytest.raises(InputError, match=r"--trace: found a plan in 3 phases, .*plan\.json@0"):
+        explain(output, None, {"--trace": str(tmp_path / "trace.json")})
 
 
 def from_phases(path: str) -> None:
@@ -76,6 +80,38 @@ def test_numbers_that_do_not_fit(epochs: list[int], steps: list[int], message: s
     plan = optimize(parse_profile(usual_document()))
     with pytest.raises(InputError, match=message):
         join_phases([plan, plan], epochs, steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"delay": DelaySpec(steps=2)}, "profile 2: found a delay, whose warm-up begins with a run, behind"),
+        ({"local_async": LocalAsyncSpec(updaters=2)}, "profile 2: found local updaters"),
+        ({"model": ModelReference(name="m", fingerprint="sha256:1")}, "profile 2: found another model"),
+    ],
+)
+def test_plans_that_are_no_later_phase(changes: dict[str, Any], message: str) -> None:
+    plan = optimize(parse_profile(usual_document()))
+    plan = replace(plan, model=replace(plan.model, fingerprint="sha256:0"))
+    with pytest.raises(InputError, match=message):
+        join_phases([plan, replace(plan, accuracy="relaxed", **changes)], [1, 1], [1])
+
+
+def test_exact_first_steps_count_with_their_own_time() -> None:
+    exact = replace(optimize(parse_profile(usual_document())), predicted=Prediction(iteration_us=3e6))
+    later = replace(exact, accuracy="bounded", from_step=4, predicted=Prediction(iteration_us=1e6), fallback=exact)
+    found = join_phases([later, later], [1, 1], [3])
+    assert found.predicted == Prediction(iteration_us=(4 * 3e6 + 2 * 1e6) / 6)
+    assert "3 steps of 1000 ms (the first 1 of 3000 ms), 5 s" in found.notes[1]
+    [note, *_] = join_phases([replace(later, fallback=None)] * 2, [1, 1], [3]).notes
+    assert "(the first 3 of unknown time, counted as later ones), 3 s" in note
+
+
+def test_profiles_of_other_shapes_name_the_gradient() -> None:
+    other = usual_document()
+    other["compute"]["gradients"][1]["numel"] = 7
+    with pytest.raises(InputError, match=r"gradient .g1.: found .7, 'float32'. .* expected .5000, 'float32'. as"):
+        check_same_gradients([parse_profile(usual_document()), parse_profile(other)])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_a_recipe_is_read_and_scaled() -> None:
 
 
 def test_the_rate_rises_to_its_peak_and_decays_to_nothing() -> None:
-    recipe = LrSchedule(warmup_steps=10, cosine=True, peak=3.0)
+    recipe = LrSchedule(scale_batch=8, warmup_steps=10, cosine=True, peak=3.0)
     factors = [recipe.factor(step, 50) for step in range(51)]
     assert factors[0] == 1.0
     assert factors[5] == 2.0
@@ -29,3 +29,4 @@ def test_the_rate_rises_to_its_peak_and_decays_to_nothing() -> None:
     assert factors[30] == pytest.approx(1.5)
     assert factors[50] == 0.0
     assert [LrSchedule(peak=3.0).factor(step, 50) for step in (0, 49)] == [3.0, 3.0]
+    assert [LrSchedule.parse("warmup:4").factor(step, 9) for step in (0, 1, 4, 8)] == [0.0, 0.25, 1.0, 1.0]

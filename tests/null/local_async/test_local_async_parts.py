@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
 
 from examples import digits
 from runtime.comm.shared_memory import SharedMemory
@@ -207,6 +208,11 @@ def test_parts_of_the_data_share_nothing_and_leave_nothing_out() -> None:
         passes.append(parts)
     assert len({tuple(sorted(parts[0])) for parts in passes}) == 3  # drawn again in each pass
     assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(passes[0][0])
+    sampler = samplers[0]
+    for options in ({"batch_size": 6, "sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 6, False)}):
+        loader = DataLoader(range(23), **options)  # type: ignore[arg-type]
+        batch = batches_of(cast(LocalJob, SimpleNamespace(loader=lambda _, loader=loader: loader)), 0, sampler.part)
+        assert [batch(number).tolist() for number in range(3)] == [parts[0] for parts in passes]
     with pytest.raises(InputError, match="found 3 samples for 4 updaters"):
         PartSampler(3, Part(0, 4))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import planner
 from planner.online.opening import Opener
 from runtime.errors import InputError, PlanMismatch
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan.document import PhasePlan
 
 PLAN = Plan(
     model=ModelReference(name="linear"), world=PlanWorld(ranks=1), accuracy="exact",
@@ -48,10 +50,14 @@ SPARSE = Plan(
 )  # fmt: skip
 
 
+PHASED = replace(SPARSE, buckets=(), phases=(PhasePlan(plan=PLAN, until_step=3), PhasePlan(plan=SPARSE)))
+
+
 @pytest.mark.parametrize(
     ("plan", "options", "error", "said"),
     [
         (SPARSE, {"compress": "wire"}, PlanMismatch, "need compress='sparse', expected 'wire' alone"),
+        (PHASED, {"compress": "wire"}, PlanMismatch, "need compress='sparse', expected 'wire' alone"),
         (SPARSE, {"compress": "zip"}, InputError, "compress: found 'zip', expected one of all, wire, lowrank, sparse"),
         (SPARSE, {"accuracy": "exact"}, PlanMismatch, "accuracy is bounded, expected at most exact"),
         (None, {"accuracy": "bounded", "compress": "wire,sparse"}, InputError, "without a plan, expected wire or none"),

@@ -16,6 +16,7 @@ from planner.ir import Schedule
 from planner.model.problem import make_problem
 from planner.report.difference import difference
 from runtime.plan import CompressorSpec, NormPlan, Plan, PlanBucket, StepPlan, UpdatePlan
+from runtime.plan.document import PhasePlan
 from runtime.plan.executed import USUAL_OPTIONS, executed_part
 
 
@@ -99,6 +100,9 @@ def test_gathers_in_the_usual_order_may_be_spelled_out() -> None:
         (lambda plan: replace(plan, fallback=plan), "fallback"),
         (lambda plan: replace(plan, updates=UpdatePlan(norms=NormPlan(shares=(("g0",), ())))), "updates.norms.shares"),
         (lambda plan: sharded(plan), "updates.step.sharded"),
+        (lambda plan: sharded(plan, owners={"g0": 1}), "updates.step.owners"),
+        (lambda plan: replace(plan, shares={"0": 3, "1": 5}), "shares"),
+        (lambda plan: replace(plan, cuts=()), "cuts"),
         (lambda plan: replace(plan, model=replace(plan.model, fingerprint="sha256:1")), "model"),
     ],
 )
@@ -108,6 +112,16 @@ def test_what_differs_is_named(change: Any, what: str) -> None:
     assert not found.same
     assert what in [row.what for row in found.executed]
     assert difference(change(plan), change(plan)).same
+
+
+def test_phases_are_compared_one_by_one() -> None:
+    plan = three_buckets()
+
+    def phased(last: Plan, border: int) -> Plan:
+        return replace(plan, buckets=(), phases=(PhasePlan(plan=plan, until_step=border), PhasePlan(plan=last)))
+
+    rows = difference(phased(plan, 5), phased(replace(plan, buckets=one_bucket(plan)), 7)).executed
+    assert [row.what for row in rows] == ["borders of phases", "phase 1: gradients g0 … g5 (6)"]
 
 
 def three_buckets() -> Plan:

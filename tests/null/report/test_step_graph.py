@@ -21,6 +21,7 @@ from planner.model.engine import run as run_ops
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.step_ops import step_ops
+from planner.report.tables import slack_lines
 from runtime.errors import InputError
 
 STRATEGIES = (
@@ -104,6 +105,15 @@ def test_hidden_messages_may_be_slower() -> None:
     found = plan_graph(plan)
     assert found is not None
     assert found.step_us == pytest.approx(plan.predicted.iteration_us if plan.predicted else 0.0)
+
+
+def test_networks_without_messages_and_contention() -> None:
+    """One rank alone has no network that could be slower; contention is said not to change."""
+    free = line_problem([(1, 50.0)], 0.0, 0.0)
+    assert graph_of(free, make_schedule(free, "single")).link_slack() == {}
+    for contention in (None, (1.5, 2.0)):
+        lines = slack_lines(optimize(usual_profile(), usual_cluster(contention=contention)))
+        assert any("leaves out contention" in line for line in lines) == (contention is not None)
 
 
 def test_tasks_that_wait_for_each_other_are_named() -> None:
