@@ -124,7 +124,7 @@ def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOpti
         found = on_ranks_of_script(where, script_rank, asked.job, arguments, request)[0]
         assert isinstance(found, Learned)
         return found
-    contestants = make_contestants(plans, problem, asked.strategies)
+    contestants = make_contestants(plans, problem, asked.strategies, learn.steps, begun=learn.start is not None)
     predicted = predicted_on(learn.on, profile, contestants)
     measured = (asked.job, contestants, learn, choose_device(where.device), not Flags.as_json, where.timeout_s)
     return summarize_learned(on_ranks(where, learn_rank, *measured), learn, predicted)

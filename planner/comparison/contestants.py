@@ -27,6 +27,8 @@ MARGIN_PERCENT, SEEDS = 0.5, 3
 MAX_SEEDS, MAX_STEPS = 1000, 10**9
 LEAST_STEPS = 10
 """Fewest steps, of which the last tenth counts."""
+CYCLES = 3
+"""Fewest periods of a delay or of outer steps that are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,20 @@ class Learn:
 
 
 def make_contestants(
-    plans: Mapping[str, Plan], problem: Problem | None, strategies: Sequence[str]
-) -> list[BucketVariant]:
+    plans: Mapping[str, Plan], problem: Problem | None, strategies: Sequence[str], steps: int | None = None, *,
+    begun: bool = False,
+) -> list[BucketVariant]:  # fmt: skip
     """Return what learns: DDP, DDP with sums in another order, further strategies and the plans, by name.
 
+    Args:
+        plans: by name.
+        problem: as of `make_lineup`.
+        strategies: further ones, by name.
+        steps: that each trains; None: enough.
+        begun: whether training begins in the middle of a run, behind the exact first steps of plans.
+
     Raises:
-        InputError: as `make_lineup`; or plans are for different numbers of ranks.
+        InputError: as `make_lineup`; plans are for different numbers of ranks, or few steps follow exact ones.
     """
     ranks = {name: plan.world.ranks for name, plan in plans.items()}
     if len({*ranks.values()}) > 1:
@@ -94,8 +104,27 @@ def make_contestants(
                 found.setdefault(named, variant.renamed(named))
         again = BucketVariant(name=DDP_AGAIN, kind="ddp", hook="rounding", exact=False, shares=found[DDP].shares)
         found.setdefault(DDP_AGAIN, again)
+    if begun:
+        found = {name: one.steady for name, one in found.items()}
+    for name, one in found.items():
+        _check_steps(name, one, steps)
     first = (DDP, DDP_AGAIN)
     return [*(found[name] for name in first), *(one for name, one in found.items() if name not in first)]
+
+
+def _check_steps(name: str, variant: BucketVariant, steps: int | None) -> None:
+    """Raise InputError where too few of the steps are behind the exact ones that a plan begins with."""
+    exact = 0 if variant.plan is None else variant.plan.first_steps
+    least = max(-(-10 * exact // 9), exact + CYCLES * variant.cycle)
+    if steps is None or steps >= least:
+        return
+    begins, repeats = f"begins with {exact} exact ones", f"repeats every {variant.cycle}"
+    why = " and ".join([begins] * bool(exact) + [repeats] * bool(variant.cycle))
+    raise InputError(
+        f"--learn: found {steps} steps, expected at least {least} for {name}, which {why}: the last tenth and "
+        f"{CYCLES} periods have to be behind those; train more, or begin there, by a checkpoint (--from) or in a script "
+        f"that has made steps"
+    )
 
 
 def named_plans(paths: Sequence[str], plans: Sequence[Plan]) -> dict[str, Plan]:

@@ -180,6 +180,9 @@ def summarize_learned(
         )
     first = ranks[0]
     notes = [f"steps are predicted for {learn.on}"] if predicted_us is not None else []
+    for variant in (record.variant for record in first.records):
+        if variant.plan is not None and (exact := variant.plan.first_steps):
+            notes.append(f"the first {exact} of {learn.steps} steps of {variant.name} are exact")
     if first.one_by_one is not None:
         notes.append(f"contestants trained one after the other from the same start: {first.one_by_one}")
     return Learned(

@@ -152,7 +152,8 @@ def compare(
             comparison = summarize(world.gather(mine, "collecting what ranks measured"))
         else:
             plans = {name: replace(one, shares=None) for name, one in asked.plans.items()}
-            contestants = make_contestants(plans, problem, asked.strategies)
+            begun = session.step > 0
+            contestants = make_contestants(plans, problem, asked.strategies, asked.learn.steps, begun=begun)
             predicted = predicted_on(asked.learn.on, asked.profile, contestants)
             learnt = learn_all(
                 ScriptSource(trained, bench, asked.timeout_s, asked.learn.steps), contestants, asked.learn

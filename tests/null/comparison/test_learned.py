@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from planner.emit.lower import lower
 from planner.emit.read_back import schedule_of
 from planner.model.problem import make_problem
 from runtime.errors import InputError
-from runtime.plan import Plan, parse_plan
+from runtime.plan import DelaySpec, OuterSpec, Plan, parse_plan
 from runtime.plan.measured_accuracy import cost_line
 
 FIELDS = {
@@ -221,6 +222,27 @@ def test_contestants_are_ddp_first_and_each_plan_once() -> None:
     other = replace(one, world=replace(one.world, ranks=2 * one.world.ranks, nodes=None))
     with pytest.raises(InputError, match="expected all for one number of ranks"):
         make_contestants({"a.json": one, "b.json": other}, None, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"from_step": 270}, 300),
+        ({"from_step": 280}, 312),
+        ({"accuracy": "relaxed", "delay": DelaySpec(steps=4)}, 556),
+        ({"accuracy": "relaxed", "outer": OuterSpec(every=30, warmup_steps=500)}, 590),
+        ({"accuracy": "relaxed", "outer": OuterSpec(every=101)}, 303),
+    ],
+)
+def test_exact_first_steps_leave_enough_to_learn_by(changes: dict[str, Any], least: int) -> None:
+    """Behind a checkpoint there are none, and so none that training from it would repeat."""
+    one = replace(plan(), **changes)
+    assert make_contestants({PLAN: one}, None, (), least)[-1].plan == one
+    with pytest.raises(InputError, match=f"expected at least {least} for plan, which (begins with|repeats every) "):
+        make_contestants({PLAN: one}, None, (), least - 1)
+    steady = make_contestants({PLAN: one}, None, (), 303, begun=True)[-1].plan
+    assert steady is not None
+    assert steady.first_steps == 0
 
 
 def test_what_was_measured_is_kept_but_changes_no_hash() -> None:
