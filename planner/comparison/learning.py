@@ -63,7 +63,10 @@ class Contestant:
 
     def __init__(self, variant: BucketVariant, source: Source, seed: int, *, unused: bool) -> None:
         """Attach or wrap a model at the start of a seed; every rank calls it."""
-        self.done = 0
+        self.times_us: list[float] = []
+        self.losses: list[float | None] = []
+        self.begun: list[int] = []
+        """Number of the first step of each block."""
         self.trained = source.trained(seed)
         self.runner = VariantRunner(self.trained, source.bench, source.timeout_s)
         self.runner.unused = unused
@@ -77,22 +80,21 @@ class Contestant:
         source.seed_generators(seed)
         self._generators = generators()
 
-    def advance(self, steps: int) -> tuple[list[float], list[float | None], str]:
-        """Make further steps; return their times in µs, losses, and a digest of their batches."""
+    def advance(self, steps: int) -> str:
+        """Make further steps, and return a digest of their batches."""
         restore_generators(self._generators)
-        times: list[float] = []
-        losses: list[float | None] = []
+        done = len(self.times_us)
+        self.begun.append(done)
         digests = []
-        for number in range(self.done, self.done + steps):
+        for number in range(done, done + steps):
             digests.append(self.trained.prepare(number))
             synchronize(self._device)
             start = time.perf_counter()
-            losses.append(self.trained.step(self._forward, self._optimizer, number))
+            self.losses.append(self.trained.step(self._forward, self._optimizer, number))
             synchronize(self._device)
-            times.append((time.perf_counter() - start) * 1e6)
-        self.done += steps
+            self.times_us.append((time.perf_counter() - start) * 1e6)
         self._generators = generators()
-        return times, losses, "\n".join(digests)
+        return "\n".join(digests)
 
     def close(self, *, judged: bool = True) -> float | None:
         """Make the model plain again, and return its metric if it is `judged`."""
@@ -110,6 +112,19 @@ class Contestant:
         held += [one for state in states for one in state.values() if isinstance(one, Tensor)]
         held += 2 * [parameter for parameter in model.parameters() if parameter.requires_grad]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def counted_us(variant: BucketVariant, times_us: Sequence[float], begun: Sequence[int]) -> list[float]:
+    """Return the times that count, of a seed's steps behind the exact first ones: of a variant whose steps repeat the
+    mean over whole cycles, else those of single steps but for the first ones of blocks, which begin at `begun`.
+    """
+    first = 0 if variant.plan is None else variant.plan.first_steps
+    if variant.cycle:
+        first += variant.least_warm_up
+        whole = (len(times_us) - first) // variant.cycle * variant.cycle
+        return [statistics.fmean(times_us[first : first + whole])]
+    cold = {start + number for start in begun for number in range(WARM_UP_STEPS)}
+    return [time_us for number, time_us in enumerate(times_us) if number >= first and number not in cold]
 
 
 class LearningRunner(Runner[BucketVariant]):
@@ -131,15 +146,16 @@ class LearningRunner(Runner[BucketVariant]):
         if name not in self._open:
             self._open[name] = Contestant(record.variant, self._source, self._seed, unused=self._unused)
         contestant = self._open[name]
-        start = contestant.done
-        times, losses, digest = contestant.advance(steps)
+        start = len(contestant.losses)
+        digest = contestant.advance(steps)
+        losses = contestant.losses[start:]
         record.losses.append(losses)
-        record.step_us.append(times[min(WARM_UP_STEPS, steps // 2) :])
         problem = self._problem(record.variant, start, digest, losses)
         problems = self.world.gather(problem, f"the end of a block of {name}")
         if found := next(filter(None, problems), None):
             raise InputError(found)
-        if contestant.done >= self._learn.steps:
+        if len(contestant.losses) >= self._learn.steps:
+            record.step_us.append(counted_us(record.variant, contestant.times_us, contestant.begun))
             metric = self._open.pop(name).close()
             if metric is not None:
                 record.metrics.append(metric)
@@ -181,7 +197,7 @@ class LearningRunner(Runner[BucketVariant]):
         total_s = 0.0
         for variant in variants:
             start_s = time.perf_counter()
-            contestant = Contestant(variant, self._source, 0, unused=self._unused)
+            contestant = Contestant(variant.steady, self._source, 0, unused=self._unused)
             opened_s = time.perf_counter() - start_s
             steps_s = []
             for _ in range(PROBE_STEPS):
@@ -215,8 +231,6 @@ class LearningRunner(Runner[BucketVariant]):
             what = f"learning, seed {seed + 1} of {self._learn.seeds}"
             if rest:
                 self.interleave(records, Rounds(count=1, steps=rest), what)
-                for record in records:
-                    record.step_us.pop()
             self.interleave(records, Rounds(count=count, steps=steps // count), what)
         return records
 

@@ -23,7 +23,7 @@ from planner.comparison.learned import (
     telling_steps,
 )
 from planner.comparison.learners import batch_digest
-from planner.comparison.learning import LearnedRank, LearnedRecord, memory_reason
+from planner.comparison.learning import LearnedRank, LearnedRecord, counted_us, memory_reason
 from planner.comparison.picture import curves_text
 from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant
 from planner.decide.strategies import STRATEGIES, make_schedule
@@ -243,6 +243,15 @@ def test_exact_first_steps_leave_enough_to_learn_by(changes: dict[str, Any], lea
     steady = make_contestants({PLAN: one}, None, (), 303, begun=True)[-1].plan
     assert steady is not None
     assert steady.first_steps == 0
+
+
+def test_steps_that_repeat_count_by_their_mean() -> None:
+    """Behind the exact ones, in whole periods; others singly, but for the first of each block."""
+    one = replace(plan(), accuracy="relaxed", outer=OuterSpec(every=10, warmup_steps=20))
+    times_us = [5.0] * 20 + [19.0 if number % 10 == 9 else 1.0 for number in range(35)]
+    assert counted_us(BucketVariant(name=PLAN, kind="plan", plan=one), times_us, [0]) == pytest.approx([2.8])
+    late = BucketVariant(name=PLAN, kind="plan", plan=replace(plan(), from_step=4))
+    assert counted_us(late, [*map(float, range(12))], [0, 7]) == [4.0, 5.0, 6.0, 10.0, 11.0]
 
 
 def test_what_was_measured_is_kept_but_changes_no_hash() -> None:
