@@ -19,6 +19,7 @@ from planner.profile.bench import Bench
 from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import InputError
 from runtime.optimizers.kinds import Optimizers, each_of
+from runtime.torch_compat import lift_recompile_limits
 
 DIGEST_BYTES = 1 << 16
 """Bytes of each tensor of a batch that are compared between contestants."""
@@ -34,6 +35,7 @@ class LearnedJob(Trained):
         super().__init__(built.model)
         self.name, self._built, self._first = built.spec, built, first
         self._shared = built
+        self.compile = built.job.compile
         self._prepared: tuple[int, Any] | None = None
 
     def optimizer(self) -> Optimizers:
@@ -118,6 +120,7 @@ class JobSource(Source):
         """Build the job `spec`; `start` is the file of a checkpoint."""
         super().__init__(spec, bench, timeout_s, steps)
         self._device, self._start = device, start
+        lift_recompile_limits()
 
     def trained(self, seed: int) -> LearnedJob:
         """Build the job from the seed, or from the checkpoint."""

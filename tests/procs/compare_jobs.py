@@ -138,3 +138,17 @@ def exploding() -> TrainingJob:
 def constant() -> TrainingJob:
     """The loss does not change."""
     return _learner(loss=lambda model, batch: (model(batch) * 0.0).sum() + 1.0)
+
+
+GRAPHS: list[object] = []
+"""Graphs that a rank has compiled."""
+
+
+def compiled() -> TrainingJob:
+    """Compiled; the metric is the number of graphs until then."""
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        GRAPHS.append(graph)
+        return graph.forward
+
+    return _learner(compile={"backend": backend}, metric=lambda model: float(len(GRAPHS)))

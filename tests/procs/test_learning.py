@@ -57,6 +57,14 @@ def test_exact_plans_learn_as_ddp_and_others_are_judged(tmp_path: Path) -> None:
     assert " ".join(f"accuracy: measured, {kept}".split()) in " ".join(text.split())
 
 
+def test_each_contestant_is_compiled_as_the_job_is(tmp_path: Path) -> None:
+    """In each of more starts than torch compiles models of one class by default."""
+    options = ("--plan", written(tmp_path, "exact"), "--learn", "10", "--seeds", "4")
+    rows = {row["name"]: row for row in result("compare", f"{JOB}compiled", *options)}
+    assert rows["ddp"]["metric"] > 8.0
+    assert rows["plan"]["against_ddp"] == 0.0
+
+
 def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
     """Of model, optimizer and step; one of another model is named."""
     model = compare_jobs.learner().model
