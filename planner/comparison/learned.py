@@ -21,7 +21,6 @@ from planner.comparison.report import STEP, Comparison, values_by_name
 from planner.comparison.statistics import Interval, median_interval
 from planner.comparison.variants import DDP, DDP_AGAIN
 from planner.documents.text import milliseconds, pluralize
-from runtime.errors import InputError
 from runtime.monitor.verdict import half_interval, t_quantile
 from runtime.plan.measured_accuracy import AccuracyMeasured, LearnedVerdict
 
@@ -157,12 +156,8 @@ def summarize_learned(
         ranks: records of all contestants, DDP first.
         learn: steps, seeds and margin.
         predicted_us: step of each contestant on another cluster, in µs; None: as measured here.
-
-    Raises:
-        InputError: DDP's loss is not finite or constant, or the step returns no loss.
     """
     losses = {name: _losses(ranks, index, learn) for index, name in enumerate(_names(ranks))}
-    _check_ddp(losses[DDP])
     times = values_by_name(ranks)
     step_us = {name: median_interval(times[name]) for name in times}
     if predicted_us is not None:
@@ -267,23 +262,16 @@ def _names(ranks: Sequence[LearnedRank]) -> list[str]:
 def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[np.float64]:
     """Return the losses of a contestant, mean over ranks. Shape (seeds, steps)."""
     of_ranks = [[loss for block in rank.records[index].losses for loss in block] for rank in ranks]
-    if any(loss is None for losses in of_ranks for loss in losses):
-        raise InputError(
-            "planner.compare: step returned no loss, expected a number or a tensor of one element; return it"
-        )
     values: NDArray[np.float64] = np.array(of_ranks, dtype=np.float64).mean(axis=0).reshape(learn.seeds, learn.steps)
     return values
 
 
-def _check_ddp(losses: NDArray[np.float64]) -> None:
-    """Raise InputError where DDP's loss is nothing that others can be compared with."""
-    for seed, step in np.argwhere(~np.isfinite(losses))[:1]:
-        raise InputError(not_finite_text(losses[seed, step], step, seed))
-    if (losses == losses[:, :1]).all():
-        raise InputError(
-            f"found the same loss, {losses[0, 0]:.6g}, in all {losses.shape[1]} steps with DDP, expected one that "
-            f"training changes; correct the job's loss, optimizer or batches"
-        )
+def constant_text(loss: float, steps: int) -> str:
+    """Return what is wrong where all losses of DDP are the same."""
+    return (
+        f"found the same loss, {loss:.6g}, in all {steps} steps with DDP, expected one that training changes; correct "
+        f"the job's loss, optimizer or batches"
+    )
 
 
 def not_finite_text(loss: float, step: int, seed: int) -> str:

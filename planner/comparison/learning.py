@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from planner.comparison.contestants import Learn
-from planner.comparison.learned import not_finite_text
+from planner.comparison.learned import constant_text, not_finite_text
 from planner.comparison.learners import JobSource, Source
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
@@ -71,12 +71,14 @@ class Contestant:
         self.runner = VariantRunner(self.trained, source.bench, source.timeout_s)
         self.runner.unused = unused
         self._optimizer, self._device = self.trained.optimizer(), source.bench.device
-        self._start, self._communication = ExitStack(), ExitStack()
-        self._start.enter_context(self.trained.restored(self._optimizer))
-        self.trained.model.zero_grad(set_to_none=True)
-        with named_plan(variant):
-            communicating = self.runner.communicating(variant, self._optimizer)
-            self._forward = self._communication.enter_context(communicating)
+        self._communication = ExitStack()
+        with ExitStack() as start:
+            start.enter_context(self.trained.restored(self._optimizer))
+            self.trained.model.zero_grad(set_to_none=True)
+            with named_plan(variant):
+                communicating = self.runner.communicating(variant, self._optimizer)
+                self._forward = self._communication.enter_context(communicating)
+            self._start = start.pop_all()
         source.seed_generators(seed)
         self._generators = generators()
 
@@ -98,10 +100,10 @@ class Contestant:
 
     def close(self, *, judged: bool = True) -> float | None:
         """Make the model plain again, and return its metric if it is `judged`."""
-        self._communication.close()
-        metric = self.trained.metric() if judged else None
-        self._start.close()
-        return metric
+        del self._forward  # DDP's hooks stay on the parameters until it is gone
+        with closing(self._start):
+            self._communication.close()
+            return self.trained.metric() if judged else None
 
     @property
     def size_bytes(self) -> int:
@@ -151,10 +153,14 @@ class LearningRunner(Runner[BucketVariant]):
         losses = contestant.losses[start:]
         record.losses.append(losses)
         problem = self._problem(record.variant, start, digest, losses)
-        problems = self.world.gather(problem, f"the end of a block of {name}")
-        if found := next(filter(None, problems), None):
+        over = len(contestant.losses) >= self._learn.steps
+        constant = name == DDP and over and len({*contestant.losses}) == 1
+        seen = self.world.gather((problem, constant), f"the end of a block of {name}")
+        if found := next((problem for problem, _ in seen if problem is not None), None):
             raise InputError(found)
-        if len(contestant.losses) >= self._learn.steps:
+        if all(constant for _, constant in seen):
+            raise InputError(constant_text(losses[0] or 0.0, self._learn.steps))
+        if over:
             record.step_us.append(counted_us(record.variant, contestant.times_us, contestant.begun))
             metric = self._open.pop(name).close()
             if metric is not None:
@@ -164,11 +170,16 @@ class LearningRunner(Runner[BucketVariant]):
         self, variant: BucketVariant, start: int, digest: str, losses: Sequence[float | None]
     ) -> str | None:  # fmt: skip
         """Return in what a block's batches, or its first loss, differ from those of the contestant that came first; or
-        that DDP's losses are not finite.
+        that there is no loss, or DDP's is not finite.
         """
         name, rank, loss = variant.name, self.world.rank, losses[0]
         for number, one in enumerate(losses):
-            if name == DDP and one is not None and not math.isfinite(one):
+            if one is None:
+                return (
+                    f"{self._source.name}: found no loss with {name} in step {start + number + 1}, expected a number "
+                    f"or a tensor of one element; return it"
+                )
+            if name == DDP and not math.isfinite(one):
                 return not_finite_text(one, start + number, self._seed)
         first, expected, expected_loss = self._first.setdefault(start, (name, digest, loss))
         if digest != expected:
@@ -198,6 +209,7 @@ class LearningRunner(Runner[BucketVariant]):
         for variant in variants:
             start_s = time.perf_counter()
             contestant = Contestant(variant.steady, self._source, 0, unused=self._unused)
+            self._open[variant.name] = contestant
             opened_s = time.perf_counter() - start_s
             steps_s = []
             for _ in range(PROBE_STEPS):
@@ -206,7 +218,7 @@ class LearningRunner(Runner[BucketVariant]):
                 steps_s.append(time.perf_counter() - start_s)
             self.size_bytes = max(self.size_bytes, contestant.size_bytes)
             start_s = time.perf_counter()
-            contestant.close()
+            self._open.pop(variant.name).close()
             closed_s = time.perf_counter() - start_s
             total_s += opened_s + closed_s + self._learn.steps * statistics.median(steps_s[PROBE_STEPS // 2 :])
         found: float = max(self.world.gather(self._learn.seeds * total_s, "estimating the time"))
@@ -218,6 +230,11 @@ class LearningRunner(Runner[BucketVariant]):
         runner = VariantRunner(trained, self.bench, self._source.timeout_s, warm_up_steps=0)
         runner.warm_up(BucketVariant(name=NO_COMMUNICATION, kind="no_communication"))
         self._unused = runner.unused
+
+    def close(self) -> None:
+        """Make the models of contestants plain that an error has left open."""
+        while self._open:
+            self._open.popitem()[1].close(judged=False)
 
     def measure(self, variants: Sequence[BucketVariant], *, one_by_one: bool) -> list[LearnedRecord]:
         """Train all contestants, seed by seed."""
@@ -237,20 +254,20 @@ class LearningRunner(Runner[BucketVariant]):
 
 def learn_all(source: Source, variants: Sequence[BucketVariant], learn: Learn) -> LearnedRank:
     """Estimate the time, say it, and train all contestants; every rank calls it."""
-    runner, world = LearningRunner(source, learn), source.bench.world
-    estimated_s = runner.estimate_s(variants)
-    reason = source.one_by_one or memory_reason(
-        runner.size_bytes, len(variants), free_memory_bytes(source.bench.device, world.ranks)
-    )
-    one_by_one = next(filter(None, world.gather(reason, "comparing memory")), None)
-    if source.bench.progress.show:
-        names = ", ".join(variant.name for variant in variants)
-        source.bench.progress.announce(
-            f"{learn.steps} steps of {names} from {learn.seeds} seeds take about {estimated_s:.0f} s"
-            + (f", one contestant after the other: {one_by_one}" if one_by_one else "")
-        )
-    start_s = time.perf_counter()
-    records = runner.measure(variants, one_by_one=one_by_one is not None)
+    world = source.bench.world
+    with closing(LearningRunner(source, learn)) as runner:
+        estimated_s = runner.estimate_s(variants)
+        free_bytes = free_memory_bytes(source.bench.device, world.ranks)
+        reason = source.one_by_one or memory_reason(runner.size_bytes, len(variants), free_bytes)
+        one_by_one = next(filter(None, world.gather(reason, "comparing memory")), None)
+        if source.bench.progress.show:
+            names = ", ".join(variant.name for variant in variants)
+            source.bench.progress.announce(
+                f"{learn.steps} steps of {names} from {learn.seeds} seeds take about {estimated_s:.0f} s"
+                + (f", one contestant after the other: {one_by_one}" if one_by_one else "")
+            )
+        start_s = time.perf_counter()
+        records = runner.measure(variants, one_by_one=one_by_one is not None)
     took_s = max(world.gather(time.perf_counter() - start_s, "comparing times"))
     return LearnedRank(records, estimated_s=estimated_s, took_s=took_s, one_by_one=one_by_one)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from compare_script import Training, plan_document
 from torch import Tensor, nn
@@ -123,3 +125,40 @@ def attach_and_report(documents: dict[str, dict[str, Any]]) -> dict[str, tuple[l
         found[name] = texts, "\n".join(line.strip() for line in report.splitlines() if "accuracy:" in line)
         training.session.detach()
     return found
+
+
+def refuse_to_learn(_: object = None) -> dict[str, str]:
+    """What is said of steps that nothing can be learnt from; after each, training is where it was, and continues."""
+    training = Training(planner.parse_plan(plan_document()))
+    training.step(training.model)
+
+    def broken(model: nn.Module, number: int, at: int = 8, *, plain: bool = False) -> Tensor:
+        if number == at and (model is training.model) == plain:
+            raise ZeroDivisionError("of the script")
+        return training.step(model)
+
+    def silent(model: nn.Module, number: int) -> None:
+        training.step(model)
+
+    def constant(model: nn.Module, number: int) -> object:
+        training.step(model)
+        return np.float32(0.0)
+
+    steps: dict[str, Callable[..., object]] = {
+        "DDP": broken, "plan": lambda model, number: broken(model, number, plain=True),
+        "estimate": lambda model, number: broken(model, number, 3), "silent": silent,
+        "constant": constant,
+    }  # fmt: skip
+    said = {}
+    for name, step in steps.items():
+        before = _state(training)
+        try:
+            training.compare(step, **LEARN)
+        except InputError as error:
+            said[name] = str(error)
+        assert all(map(torch.equal, before, _state(training))), name
+        training.step(training.model)
+    everyone = training.session._world.gather(_state(training), "comparing weights")
+    assert all(map(torch.equal, everyone[0], everyone[1]))
+    training.session.detach()
+    return said

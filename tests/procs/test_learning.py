@@ -95,8 +95,9 @@ def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_jobs_that_cannot_be_compared_are_named(job: str, message: str, tmp_path: Path) -> None:
+    """In the first of many starts."""
     plan = written(tmp_path, "exact")
-    code, _, errors = ended("compare", f"{JOB}{job}", "--plan", plan, "--learn", "10", "--seeds", "1")
+    code, _, errors = ended("compare", f"{JOB}{job}", "--plan", plan, "--learn", "10", "--seeds", "1000")
     assert code == 2
     assert message in errors
     assert load_plan(plan).accuracy_measured is None
@@ -195,3 +196,11 @@ def test_a_script_goes_on_as_if_nothing_had_been_learnt() -> None:
     assert list(found["sharded"]) == ["ddp", "ddp:order", "plan"]
     assert all(abs(away) < 1e-5 for away in found["sharded"].values())
     assert set(found["lossy"]) == {"ddp", "ddp:order", "plan"}
+
+
+def test_a_script_that_cannot_learn_goes_on_from_where_it_was() -> None:
+    """Weights, optimizer and session are as before, and DDP's hooks are gone, wherever its step fails."""
+    said = run_ranks(LocalWorld(ranks=2), compare_checks.refuse_to_learn)[0]
+    assert all("ZeroDivisionError" in said[name] for name in ("DDP", "plan", "estimate"))
+    assert "step(model): found no loss with ddp in step 1, expected a number" in said["silent"]
+    assert "found the same loss, 0, in all 10 steps with DDP" in said["constant"]

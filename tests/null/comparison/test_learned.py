@@ -163,18 +163,6 @@ def test_a_plan_whose_loss_is_not_finite_is_worse_and_still_a_row() -> None:
     assert "curve" not in str(result.measured(PLAN, "job"))
 
 
-@pytest.mark.parametrize(("factor", "message"), [(math.nan, "found a loss of nan with DDP in step 1 of seed 1")])
-def test_without_a_loss_of_ddp_nothing_is_compared(factor: float, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        learned({DDP: [factor], DDP_AGAIN: [1.0]})
-
-
-def test_a_constant_loss_is_refused() -> None:
-    record = LearnedRecord(BucketVariant(name=DDP, kind="ddp"), losses=[[0.5] * 10], step_us=[[1.0]])
-    with pytest.raises(InputError, match=r"found the same loss, 0\.5, in all 10 steps with DDP"):
-        summarize_learned([LearnedRank([record])], Learn(steps=10, seeds=1))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
