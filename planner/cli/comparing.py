@@ -10,7 +10,7 @@ import typer
 
 from planner.cli.commands import Compare
 from planner.cli.options import Flags, printed_json
-from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
+from planner.comparison.contestants import Learn, check_keeps, make_contestants, named_plans, predicted_on
 from planner.comparison.learned import Learned, summarize_learned
 from planner.comparison.learning import learn_rank
 from planner.comparison.measure import compare_rank
@@ -29,7 +29,6 @@ from planner.report.files import check_writable
 from planner.report.listing import print_tables
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 from runtime.plan import Plan, check_has_buckets, load_plan
-from runtime.plan.document import split_phase
 from runtime.plan.files import write_text
 
 WRAPPED_TIMEOUT_S = 300.0
@@ -105,13 +104,7 @@ def _read(asked: Compare) -> tuple[bool, list[str], Profile | None, Problem | No
 
 def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOptions, learn: Learn) -> Learned:
     for path, plan in zip(asked.plan, plans.values(), strict=True):
-        check_has_buckets(plan, path, "compare it without --learn")
-        if split_phase(path)[1] is not None:
-            raise InputError(
-                f"--learn: found {path}, one phase of a plan, expected a plan with a file of its own, which is to keep "
-                f"what is measured; compare it without --learn"
-            )
-        check_writable(path)
+        check_keeps(path, plan)
     is_script, arguments, profile, problem = _read(asked)
     if is_script:
         if learn.start is not None:

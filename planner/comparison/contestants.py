@@ -21,7 +21,9 @@ from planner.emit.lower import predict
 from planner.emit.read_back import schedule_of
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
-from runtime.plan import Plan
+from runtime.plan import Plan, check_has_buckets
+from runtime.plan.document import split_phase
+from runtime.plan.files import check_output
 
 MARGIN_PERCENT, SEEDS = 0.5, 3
 MAX_SEEDS, MAX_STEPS = 1000, 10**9
@@ -122,9 +124,22 @@ def _check_steps(name: str, variant: BucketVariant, steps: int | None) -> None:
     why = " and ".join([begins] * bool(exact) + [repeats] * bool(variant.cycle))
     raise InputError(
         f"--learn: found {steps} steps, expected at least {least} for {name}, which {why}: the last tenth and "
-        f"{CYCLES} periods have to be behind those; train more, or begin there, by a checkpoint (--from) or in a script "
-        f"that has made steps"
+        f"{CYCLES} periods have to be behind those; train more, or begin there, by a checkpoint (--from) or in a "
+        f"script that has made steps"
     )
+
+
+def check_keeps(path: str, plan: Plan) -> None:
+    """Raise InputError where a plan's file cannot keep what is measured of it: it has no buckets of its own, is one
+    phase of a plan, or cannot be written.
+    """
+    check_has_buckets(plan, path, "compare it without --learn")
+    if split_phase(path)[1] is not None:
+        raise InputError(
+            f"--learn: found {path}, one phase of a plan, expected a plan with a file of its own, which is to keep "
+            f"what is measured; compare it without --learn"
+        )
+    check_output(path)
 
 
 def named_plans(paths: Sequence[str], plans: Sequence[Plan]) -> dict[str, Plan]:

@@ -127,7 +127,7 @@ def attach_and_report(documents: dict[str, dict[str, Any]]) -> dict[str, tuple[l
     return found
 
 
-def refuse_to_learn(_: object = None) -> dict[str, str]:
+def refuse_to_learn(file: str) -> dict[str, str]:
     """What is said of steps that nothing can be learnt from; after each, training is where it was, and continues."""
     training = Training(planner.parse_plan(plan_document()))
     training.step(training.model)
@@ -144,16 +144,17 @@ def refuse_to_learn(_: object = None) -> dict[str, str]:
         training.step(model)
         return np.float32(0.0)
 
-    steps: dict[str, Callable[..., object]] = {
-        "DDP": broken, "plan": lambda model, number: broken(model, number, plain=True),
-        "estimate": lambda model, number: broken(model, number, 3), "silent": silent,
-        "constant": constant,
+    asked: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+        "DDP": (broken, LEARN), "plan": (lambda model, number: broken(model, number, plain=True), LEARN),
+        "estimate": (lambda model, number: broken(model, number, 3), LEARN), "silent": (silent, LEARN),
+        "constant": (constant, LEARN), "phase": (broken, LEARN | {"plan": f"{file}@0"}),
+        "phases": (broken, LEARN | {"plan": file}), "seeds": (training.step, {"seeds": 2}),
     }  # fmt: skip
     said = {}
-    for name, step in steps.items():
+    for name, (step, options) in asked.items():
         before = _state(training)
         try:
-            training.compare(step, **LEARN)
+            training.compare(step, **options)
         except InputError as error:
             said[name] = str(error)
         assert all(map(torch.equal, before, _state(training))), name
