@@ -48,15 +48,16 @@ def falling(steps: int, seed: int, factor: float = 1.0) -> list[float | None]:
 
 
 def learned(
-    factors: Mapping[str, Sequence[float]], steps: int = 40, step_us: float = 100.0, learn: Learn | None = None
-) -> Learned:
+    factors: Mapping[str, Sequence[float]], steps: int = 40, step_us: float = 100.0, learn: Learn | None = None,
+    metrics: Mapping[str, Sequence[float]] | None = None,
+) -> Learned:  # fmt: skip
     """Two ranks, whose contestants end at DDP's loss times a factor of each seed."""
     seeds = len(next(iter(factors.values())))
     ranks = []
     for rank in range(2):
         records = []
         for name, values in factors.items():
-            record = LearnedRecord(BucketVariant(name=name, kind="ddp"))
+            record = LearnedRecord(BucketVariant(name=name, kind="ddp"), metrics=[*(metrics or {}).get(name, ())])
             for seed, factor in enumerate(values):
                 losses = falling(steps, 10 * seed + rank, factor)
                 record.losses += [losses[: steps // 2], losses[steps // 2 :]]
@@ -153,6 +154,31 @@ def test_one_seed_is_not_enough_and_a_loose_ddp_is_named() -> None:
     assert rows(result)[PLAN].verdict == "not known"
     assert "of one seed, which has no interval; expected --seeds 2 or more" in str(result)
     assert "DDP itself, with sums in another order, ends up to 2.00% apart" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("losses", "metrics", "verdict", "said"),
+    [
+        ([1.1, 1.1], [0.9, 0.9004], "as ddp", "plan learns as DDP does: its metric differs by +0.0002 (-0.00"),
+        ([1.1, 1.1], [0.8, 0.8], "worse", "plan is worse than DDP: its metric differs by -0.1 (-0.1 to -0.1), beyond"),
+        ([1.0, 1.0], [0.8, 0.8], "not known", "more than 1000 seeds would tell, or which way is better"),
+        ([1.0, 1.0], [0.9, 0.92], "not known", "seeds would tell"),
+    ],
+)
+def test_a_loss_that_is_loose_gives_way_to_the_metric(
+    losses: list[float], metrics: list[float], verdict: str, said: str
+) -> None:
+    """Where DDP itself ends farther apart than the margin; which way a metric is better only the loss tells."""
+    found = {DDP: [0.9, 0.9], DDP_AGAIN: [0.9, 0.9], PLAN: metrics}
+    result = learned({DDP: [1.0, 1.0], DDP_AGAIN: [1.02, 0.98], PLAN: losses}, metrics=found)
+    row = rows(result)[PLAN]
+    assert (row.judged_by, row.verdict) == ("metric", verdict)
+    assert said in str(result)
+    assert "verdicts are by the metric" in str(result)
+    tight = learned({DDP: [1.0, 1.0], DDP_AGAIN: [1.0, 1.0], PLAN: losses}, metrics=found)
+    assert rows(tight)[PLAN].judged_by == "loss"
+    assert row.metric_text in curves_text(tight, "a model", "2026-11-26 10:00 UTC")
+    assert "judged by the metric by a margin of 0.5 %" in str(result.measured(PLAN, "job"))
 
 
 def test_a_plan_whose_loss_is_not_finite_is_worse_and_still_a_row() -> None:
