@@ -56,7 +56,7 @@ def compare(asked: Compare) -> None:
     draw(comparison, f"{plan.model.name}{f' on {where.emulate}' if where.emulate else ''}", asked.html)
     if isinstance(comparison, Learned):
         for each, (name, kept) in zip(asked.plan, plans.items(), strict=True):
-            replace(kept, accuracy_measured=comparison.measured(name, asked.job)).save(each)
+            comparison.measured(kept, name, asked.job).save(each)
     if not printed_json(comparison.to_document):
         echo_lines(first_lines(comparison))
         print_tables(comparison_table(comparison))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,6 +22,8 @@ from planner.comparison.statistics import Interval, median_interval
 from planner.comparison.variants import DDP, DDP_AGAIN
 from planner.documents.text import milliseconds, pluralize
 from runtime.monitor.verdict import half_interval, t_quantile
+from runtime.plan import Plan
+from runtime.plan.executed import executed_digest
 from runtime.plan.measured_accuracy import AccuracyMeasured, JudgedBy, LearnedVerdict
 
 if TYPE_CHECKING:
@@ -144,17 +146,18 @@ class Learned(Comparison):
         """Return how long it took, and what was said before."""
         return f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
 
-    def measured(self, name: str, job: str) -> AccuracyMeasured:
-        """Return what a plan's file keeps of its row."""
+    def measured(self, plan: Plan, name: str, job: str) -> Plan:
+        """Return a plan with what its file keeps of its row."""
         row = next(row for row in self.rows if row.name == name)
         taken = (
             "verdict", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss",
             "metric", "metric_against_ddp", "metric_ci95", "judged_by",
         )  # fmt: skip
-        return AccuracyMeasured(
+        kept = AccuracyMeasured(
             job=job, margin=self.learn.margin, steps=self.learn.steps, seeds=self.learn.seeds, ranks=self.ranks,
-            **{key: value for key, value in asdict(row).items() if key in taken},
+            executed=executed_digest(plan), **{key: value for key, value in asdict(row).items() if key in taken},
         )  # fmt: skip
+        return replace(plan, accuracy_measured=kept)
 
 
 def summarize_learned(

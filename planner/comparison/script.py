@@ -171,8 +171,7 @@ def compare(
     if _asked is not None:
         raise _Answered(comparison)
     if isinstance(comparison, Learned) and keeps is not None and session._world.rank == 0:
-        measured = comparison.measured(PLAN, Path(sys.argv[0]).name or "script")
-        replace(asked.plan, accuracy_measured=measured).save(keeps)
+        comparison.measured(asked.plan, PLAN, Path(sys.argv[0]).name or "script").save(keeps)
     return comparison
 
 

@@ -47,6 +47,8 @@ class AccuracyMeasured(Record):
     metric_ci95: tuple[float, float] | None = None
     judged_by: JudgedBy = "loss"
     """Whose interval the verdict is by."""
+    executed: Annotated[str, Field(pattern=r"^sha256:")] | None = None
+    """Digest of what the measured plan executes: see `runtime.plan.executed.executed_digest`."""
 
     def __str__(self) -> str:
         told = {"as ddp": "as DDP", "worse": "worse than DDP", "better": "better than DDP", "not known": "not known"}
@@ -56,10 +58,3 @@ class AccuracyMeasured(Record):
         metric = "" if self.metric_against_ddp is None else f", metric {self.metric_against_ddp:+.4g}"
         by = f"{self.judged_by} by a margin of {100.0 * self.margin:g} %"
         return f"{told[self.verdict]}: {loss}{around}{metric} {trained} of {self.job}, judged by the {by}"
-
-
-def cost_line(accuracy: str, measured: AccuracyMeasured | None) -> str | None:
-    """Return what a plan of a class costs in accuracy, as text; None for an exact plan that was not measured."""
-    if measured is None:
-        return None if accuracy == "exact" else "accuracy: not measured on this job (planner compare JOB --learn STEPS)"
-    return f"accuracy: measured, {measured}"

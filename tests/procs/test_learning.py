@@ -14,7 +14,8 @@ from commands import ended, result
 from compare_script import plan_document
 
 from planner.jobs.launch import LocalWorld, run_ranks
-from runtime.plan import load_plan
+from runtime.plan import load_plan, parse_plan
+from runtime.plan.executed import executed_digest
 
 JOB = f"{compare_jobs.__file__}:"
 SENT = {
@@ -168,17 +169,20 @@ def test_attach_and_report_name_the_cost_of_a_lossy_plan() -> None:
     }  # fmt: skip
     exact = plan_document()
     topk = exact | {"accuracy": "bounded", "buckets": [bucket | SENT["topk"] for bucket in exact["buckets"]]}
+    measured["executed"] = executed_digest(parse_plan(topk))
     plans = {
         "exact": exact,
         "int8": exact | {"accuracy": "bounded", "buckets": [bucket | SENT["int8"] for bucket in exact["buckets"]]},
         "topk": topk,
         "worse": topk | {"accuracy_measured": measured | {"verdict": "worse"}},
         "as ddp": topk | {"accuracy_measured": measured | {"verdict": "as ddp"}},
+        "changed": topk | {"from_step": 9, "accuracy_measured": measured | {"verdict": "as ddp"}},
     }
     first, second = run_ranks(LocalWorld(ranks=2), compare_checks.attach_and_report, plans)
-    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse"}
+    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse", "changed"}
     assert not any(texts for texts, _ in second.values())
     assert "accuracy: not measured on this job" in first["topk"][0][0]
+    assert "accuracy: measured before the plan was changed, not since" in first["changed"][0][0]
     assert "worse than DDP: last loss +9.00% (+8.00% to +10.00%) after 300 steps" in first["worse"][0][0]
     assert first["exact"][1] == ""
     assert "not measured on this job" in first["int8"][1]

@@ -30,9 +30,10 @@ from planner.decide.strategies import STRATEGIES, make_schedule
 from planner.emit.lower import lower
 from planner.emit.read_back import schedule_of
 from planner.model.problem import make_problem
+from planner.report.page import page_text
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, OuterSpec, Plan, parse_plan
-from runtime.plan.measured_accuracy import cost_line
+from runtime.plan.executed import cost_line
 
 FIELDS = {
     "name", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss", "verdict",
@@ -145,7 +146,8 @@ def test_rows_have_what_was_promised() -> None:
     assert found[DDP].steps_to_ddp_loss is not None
     assert "plan is worse than DDP: its last loss differs by +10.00%" in str(result)
     assert "learning took 2 s, estimated 1 s" in str(result)
-    kept = result.measured(PLAN, "job.py:job")
+    kept = result.measured(plan(), PLAN, "job.py:job").accuracy_measured
+    assert kept is not None
     assert (kept.verdict, kept.seeds, kept.ranks) == ("worse", 3, 2)
 
 
@@ -178,7 +180,7 @@ def test_a_loss_that_is_loose_gives_way_to_the_metric(
     tight = learned({DDP: [1.0, 1.0], DDP_AGAIN: [1.0, 1.0], PLAN: losses}, metrics=found)
     assert rows(tight)[PLAN].judged_by == "loss"
     assert row.metric_text in curves_text(tight, "a model", "2026-11-26 10:00 UTC")
-    assert "judged by the metric by a margin of 0.5 %" in str(result.measured(PLAN, "job"))
+    assert "judged by the metric by a margin of 0.5 %" in str(result.measured(plan(), PLAN, "job").accuracy_measured)
 
 
 def test_a_plan_whose_loss_is_not_finite_is_worse_and_still_a_row() -> None:
@@ -186,7 +188,7 @@ def test_a_plan_whose_loss_is_not_finite_is_worse_and_still_a_row() -> None:
     row = rows(result)[PLAN]
     assert (row.last_loss, row.against_ddp, row.ci95, row.verdict) == (None, None, None, "worse")
     assert "its loss is not finite" in str(result)
-    assert "curve" not in str(result.measured(PLAN, "job"))
+    assert "curve" not in str(result.measured(plan(), PLAN, "job").accuracy_measured)
 
 
 @pytest.mark.parametrize(
@@ -270,16 +272,15 @@ def test_steps_that_repeat_count_by_their_mean() -> None:
 
 def test_what_was_measured_is_kept_but_changes_no_hash() -> None:
     one = plan()
-    kept = replace(
-        one,
-        accuracy_measured=learned({DDP: [1.0] * 2, DDP_AGAIN: [1.0] * 2, PLAN: [1.11, 1.1101]}).measured(PLAN, "j:j"),
-    )
+    kept = learned({DDP: [1.0] * 2, DDP_AGAIN: [1.0] * 2, PLAN: [1.11, 1.1101]}).measured(one, PLAN, "j:j")
     assert kept.digest() == one.digest()
     assert parse_plan(kept.to_document()) == kept
-    assert "not measured on this job" in str(cost_line(one.accuracy, one.accuracy_measured))
-    line = cost_line(kept.accuracy, kept.accuracy_measured)
-    assert "accuracy: measured, worse than DDP: last loss +11.0" in str(line)
-    assert cost_line("exact", None) is None
+    assert "not measured on this job" in str(cost_line(one))
+    for same in (kept, replace(kept, notes=("read",), fallback=one.uncompressed())):
+        assert "accuracy: measured, worse than DDP: last loss +11.0" in str(cost_line(same))
+        assert "worse than DDP" in page_text(same)
+    assert "measured before the plan was changed, not since" in str(cost_line(replace(kept, from_step=5)))
+    assert cost_line(kept.uncompressed()) is None
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("lap", "lpp")])
