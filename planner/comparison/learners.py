@@ -23,6 +23,7 @@ from runtime.torch_compat import lift_recompile_limits
 
 DIGEST_BYTES = 1 << 16
 """Bytes of each tensor of a batch that are compared between contestants."""
+WRAPPERS = ("module.", "_orig_mod.")
 SEED_STRIDE = 10_000
 """Difference between the seeds of generators in two starts; ranks lie between."""
 
@@ -152,8 +153,9 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
     """Load model and optimizer from a file of `torch.save`, and return the number of steps that it was made after.
 
     Args:
-        path: of a `state_dict` of the model, or of a dict with `model`, and perhaps `optimizer` (a list, where the job
-            has several) and `step`.
+        path: of a `state_dict` of the model, or of a dict with `model` or `model_state_dict`, and perhaps `optimizer`
+            or `optimizer_state_dict` (a list, where the job has several) and `step`. Names may have the prefixes of DDP
+            and `torch.compile`.
         built: the job.
 
     Raises:
@@ -165,15 +167,26 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
         raise InputError(f"--from {path}: {error}; expected a file that torch.save wrote, of tensors only") from error
     if not isinstance(state, dict):
         raise InputError(f"--from {path}: found a {type(state).__name__}, expected a dict with model; save one")
-    whole = isinstance(state.get("model"), dict)
+    of_model = state.get("model", state.get("model_state_dict"))
+    of_optimizer = state.get("optimizer", state.get("optimizer_state_dict"))
+    whole = isinstance(of_model, dict)
+    step = state.get("step", 0) if whole else 0
+    if not isinstance(step, int):
+        raise InputError(f"--from {path}: found step {step!r}, expected a whole number; save int(step)")
     try:
-        built.model.load_state_dict(state["model"] if whole else state)
-        if whole and state.get("optimizer") is not None:
-            states = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+        built.model.load_state_dict(_unwrapped(of_model if whole else state, built.model.state_dict()))
+        if whole and of_optimizer is not None:
+            states = of_optimizer if isinstance(of_optimizer, list) else [of_optimizer]
             for one, saved in zip(each_of(built.optimizer), states, strict=True):
                 one.load_state_dict(saved)
-    except (RuntimeError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise InputError(f"--from {path}: {first}; expected a checkpoint of {built.spec}") from error
-    step = state.get("step", 0) if whole else 0
-    return step if isinstance(step, int) else 0
+    return step
+
+
+def _unwrapped(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's state without the prefixes of DDP and `torch.compile`, unless the model itself has them."""
+    while state and not state.keys() & own.keys() and all(name.startswith(WRAPPERS) for name in state):
+        state = {name.partition(".")[2]: tensor for name, tensor in state.items()}
+    return state

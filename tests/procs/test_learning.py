@@ -83,6 +83,7 @@ def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
     code, _, errors = ended("compare", f"{JOB}learner", *short, "--from", other)
     assert code == 2
     assert "other.pt" in errors
+    assert "Missing key(s) in state_dict" in errors
     assert "expected a checkpoint of" in errors
 
 

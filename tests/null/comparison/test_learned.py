@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,15 @@ from planner.comparison.learned import (
     telling_seeds,
     telling_steps,
 )
-from planner.comparison.learners import batch_digest
+from planner.comparison.learners import batch_digest, load_checkpoint
 from planner.comparison.learning import LearnedRank, LearnedRecord, counted_us, memory_reason
 from planner.comparison.picture import curves_text
 from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant
 from planner.decide.strategies import STRATEGIES, make_schedule
 from planner.emit.lower import lower
 from planner.emit.read_back import schedule_of
+from planner.jobs.job import TrainingJob
+from planner.jobs.training import BuiltJob
 from planner.model.problem import make_problem
 from planner.report.page import page_text
 from runtime.errors import InputError
@@ -220,6 +223,38 @@ def test_batches_are_told_apart() -> None:
     assert batch_digest(batch) == batch_digest(same)
     for other in ({**batch, "x": torch.arange(6.0)}, {**batch, "y": [torch.tensor([1, 3]), "text"]}):
         assert batch_digest(batch) != batch_digest(other)
+
+
+def built_job() -> BuiltJob:
+    model = torch.nn.Linear(3, 2)
+    job = TrainingJob(model, lambda *_: torch.zeros(()), lambda *_: None, torch.optim.SGD)
+    return BuiltJob(spec="job.py:job", job=job, optimizer=torch.optim.SGD(model.parameters()), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("key", [None, "model", "model_state_dict"])
+def test_checkpoints_as_scripts_write_them(prefix: str, key: str | None, tmp_path: Path) -> None:
+    """Of the model alone or with the step, and of DDP or a compiled model around it."""
+    built, path = built_job(), tmp_path / "run.pt"
+    state = {f"{prefix}{name}": torch.full_like(tensor, 7.0) for name, tensor in built.model.state_dict().items()}
+    torch.save({key: state, "step": 100} if key else state, path)
+    assert load_checkpoint(str(path), built) == (100 if key else 0)
+    assert all(bool((parameter == 7.0).all()) for parameter in built.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": torch.nn.Linear(4, 2).state_dict()}, "Error\\(s\\) in .* size mismatch for weight"),
+        ({"step": torch.tensor(100)}, "found step tensor\\(100\\), expected a whole number; save int"),
+        ({"optimizer": "sgd"}, "expected a checkpoint of job.py:job"),
+    ],
+)
+def test_checkpoints_that_do_not_fit(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    built, path = built_job(), tmp_path / "run.pt"
+    torch.save({"model": built.model.state_dict()} | changes, path)
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(str(path), built)
 
 
 def plan() -> Plan:
