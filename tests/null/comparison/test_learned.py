@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import usual_profile
+from builders import halves_cluster, usual_document, usual_profile
 
 from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
 from planner.comparison.learned import (
@@ -28,12 +28,15 @@ from planner.comparison.learning import LearnedRank, LearnedRecord, counted_us, 
 from planner.comparison.picture import curves_text
 from planner.comparison.variants import DDP, DDP_AGAIN, PLAN, BucketVariant
 from planner.decide.strategies import STRATEGIES, make_schedule
+from planner.documents.profile import parse_profile
 from planner.emit.lower import lower
 from planner.emit.read_back import schedule_of
+from planner.ir import OperatorShares
 from planner.jobs.job import TrainingJob
 from planner.jobs.training import BuiltJob
 from planner.model.problem import make_problem
 from planner.report.page import page_text
+from planner.search.partition import partition_of
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, OuterSpec, Plan, parse_plan
 from runtime.plan.executed import cost_line
@@ -227,8 +230,8 @@ def test_batches_are_told_apart() -> None:
 
 def built_job() -> BuiltJob:
     model = torch.nn.Linear(3, 2)
-    job = TrainingJob(model, lambda *_: torch.zeros(()), lambda *_: None, torch.optim.SGD)
-    return BuiltJob(spec="job.py:job", job=job, optimizer=torch.optim.SGD(model.parameters()), device=torch.device("cpu"))
+    job = TrainingJob(model=model, loss=lambda *_: torch.zeros(()), batch=lambda *_: None, optimizer=torch.optim.SGD)
+    return BuiltJob("job.py:job", job, torch.optim.SGD(model.parameters()), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
@@ -331,7 +334,24 @@ def test_a_plan_read_back_is_its_schedule(name: str) -> None:
         with pytest.raises(InputError, match="expected synchronous buckets"):
             schedule_of(problem, made)
         return
-    assert schedule_of(problem, made).buckets == schedule.buckets
+    assert schedule_of(problem, made) == schedule
+
+
+def test_owners_of_norms_and_operators_are_read_back() -> None:
+    """On another number of ranks they are the best ones there."""
+    document = usual_document(cluster=halves_cluster())
+    layers = [{"name": name, "norm_us": 300.0} for name in ("g1", "g3")]
+    shape = {"shape": [100, 50], "operator_us": 500.0, "result_bytes": 20000, "parameters": ["g1", "g3"]}
+    document["compute"] |= {"update_us": 2000.0, "norms": {"optimizer": "LARS", "layers": layers}}
+    document["compute"]["operator"] = {"optimizer": "Muon", "shapes": [shape]}
+    problem = make_problem(parse_profile(document))
+    shares = OperatorShares((0, 2), ((1,), (0,)))
+    shared = replace(make_schedule(problem, "single"), norms=(1, 0), operators=shares)
+    made = lower(problem, shared)
+    assert schedule_of(problem, made) == shared
+    elsewhere = schedule_of(problem, replace(made, world=replace(made.world, ranks=8, nodes=8)))
+    assert elsewhere.norms == partition_of(problem).owners
+    assert elsewhere.operators != shares
 
 
 def test_steps_of_a_named_cluster() -> None:
