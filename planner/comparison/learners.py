@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -77,17 +78,23 @@ class LearnedJob(Trained):
 
 
 def batch_digest(batch: Any) -> str:
-    """Return a digest of shapes, dtypes and first bytes of all tensors of a batch."""
+    """Return a digest of numbers in a batch, and of shapes, dtypes and first bytes of its tensors and arrays."""
     digest = hashlib.sha256()
 
-    def take(tensor: Tensor) -> Tensor:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.layout == torch.strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)[: max(1, DIGEST_BYTES // tensor.element_size())]
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, numbers.Number | np.generic):
+            digest.update(repr(leaf).encode())
+            return leaf
+        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        count = max(1, DIGEST_BYTES // max(1, leaf.itemsize))
+        if isinstance(leaf, np.ndarray):
+            digest.update(b"" if leaf.dtype.hasobject else leaf.flat[:count].tobytes())
+        elif leaf.layout == torch.strided and leaf.numel():
+            flat = leaf.detach().reshape(-1)[:count]
             digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return tensor
+        return leaf
 
-    map_leaves(batch, lambda leaf: isinstance(leaf, Tensor), take)
+    map_leaves(batch, lambda leaf: isinstance(leaf, Tensor | np.ndarray | np.generic | numbers.Number), take)
     return digest.hexdigest()
 
 

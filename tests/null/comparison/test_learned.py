@@ -221,11 +221,14 @@ def test_models_that_do_not_fit_train_one_after_the_other() -> None:
 
 
 def test_batches_are_told_apart() -> None:
-    batch = {"x": torch.arange(6.0).reshape(2, 3), "y": [torch.tensor([1, 2]), "text"]}
-    same = {"x": torch.arange(6.0).reshape(2, 3), "y": [torch.tensor([1, 2]), "text"]}
-    assert batch_digest(batch) == batch_digest(same)
-    for other in ({**batch, "x": torch.arange(6.0)}, {**batch, "y": [torch.tensor([1, 3]), "text"]}):
-        assert batch_digest(batch) != batch_digest(other)
+    def batch(**changes: Any) -> dict[str, Any]:
+        made = {"x": torch.arange(6.0).reshape(2, 3), "y": [torch.tensor([1, 2]), "text"], "n": 3, "z": np.zeros((2, 2))}
+        return made | {"objects": np.array([object()])} | changes
+
+    assert batch_digest(batch()) == batch_digest(batch())
+    changes: list[dict[str, Any]] = [{"x": torch.arange(6.0)}, {"y": [torch.tensor([1, 3]), "text"]}, {"n": 4}]
+    changes += [{"z": np.array([[0.0, 0.0], [0.0, 1.0]])}, {"n": np.float32(3.5)}]
+    assert len({batch_digest(batch(**one)) for one in [{}, *changes]}) == 6
 
 
 def built_job() -> BuiltJob:
