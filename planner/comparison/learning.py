@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from planner.comparison.same import LOSS_TOLERANCE
 from planner.comparison.variants import DDP, NO_COMMUNICATION, BucketVariant, Rounds
 from planner.profile.bench import Bench, Progress, synchronize
 from planner.profile.step import joined
+from runtime.comm.shared_memory import available_bytes
 from runtime.errors import InputError
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.optimizers.kinds import each_of
@@ -272,9 +272,9 @@ def learn_all(source: Source, variants: Sequence[BucketVariant], learn: Learn) -
     return LearnedRank(records, estimated_s=estimated_s, took_s=took_s, one_by_one=one_by_one)
 
 
-def memory_reason(size_bytes: int, count: int, free_bytes: int | None) -> str | None:
+def memory_reason(size_bytes: int, count: int, free_bytes: int) -> str | None:
     """Return why `count` models of this size do not fit into the free memory of a rank at once, or None."""
-    if free_bytes is None or size_bytes * count <= MEMORY_SHARE * free_bytes:
+    if size_bytes * count <= MEMORY_SHARE * free_bytes:
         return None
     return (
         f"{count} models with their optimizers take about {size_bytes * count / 2**30:.1f} GiB on a rank, which has "
@@ -282,17 +282,12 @@ def memory_reason(size_bytes: int, count: int, free_bytes: int | None) -> str | 
     )
 
 
-def free_memory_bytes(device: torch.device, ranks: int) -> int | None:
-    """Return this rank's share of the free memory of its device; None if it is not known."""
+def free_memory_bytes(device: torch.device, ranks: int) -> int:
+    """Return this rank's share of the free memory of its device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kib is None else kib * 1024 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return available_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def learn_rank(
