@@ -78,7 +78,7 @@ def test_what_planning_has_brought_and_cost(trials: int, ratio: float, decided: 
 
 
 def test_a_bucket_that_the_guard_restores_does_no_harm_again() -> None:
-    """It is told as restored, and later plans may encode it."""
+    """It is reported as restored, and later plans may encode it."""
     found, session = pilot()
     run, first = found._run, PLAN.buckets[0]
     narrow = replace(first, compressor=CompressorSpec(name="wire", dtype="int8"))
