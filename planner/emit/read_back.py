@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from planner.ir import Bucket, OperatorShares, Schedule
+from planner.ir import Bucket, Schedule
 from planner.model.codecs import BY_NAME
-from planner.model.operator_costs import operator_costs
 from planner.model.problem import Problem
 from planner.search.owners import best_owners
 from planner.search.partition import partition_of
@@ -33,32 +32,15 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
     if odd := next((name for name in plan.gradients if name not in index), None):
         raise InputError(f"found no gradient {odd!r} in the profile, expected the profile that the plan was made from")
-    buckets = tuple(_bucket(problem, bucket, index) for bucket in plan.buckets)
-    return Schedule(buckets=buckets, norms=_norms(problem, plan), operators=_operators(problem, plan))
-
-
-def _norms(problem: Problem, plan: Plan) -> tuple[int, ...] | None:
-    """Return the owners of norms, or the best ones on another number of ranks; None where every rank computes all."""
-    norms = plan.updates.norms if plan.updates else None
-    if norms is None or norms.shares is None or not problem.norm_layers:
-        return None
-    if problem.ranks != plan.world.ranks:
-        return partition_of(problem).owners
-    owners = {name: rank for rank, names in enumerate(norms.shares) for name in names}
-    return tuple(owners[layer.name] for layer in problem.norm_layers)
-
-
-def _operators(problem: Problem, plan: Plan) -> OperatorShares | None:
-    """Return the owners and messages of operators; as of `_norms`."""
-    operator, costs = plan.updates.operator if plan.updates else None, operator_costs(problem)
-    if operator is None or not operator.owners or costs is None:
-        return None
-    if problem.ranks != plan.world.ranks:
-        found = best_owners(problem)
-        return None if found is None else found.shares
-    owners, matrices = operator.owners, {name: matrix for matrix, name in enumerate(costs.names)}
-    messages = tuple(tuple(matrices[name] for name in members) for members in operator.messages)
-    return OperatorShares(tuple(owners.get(name, -1) for name in costs.names), messages)
+    # Owners are as they would be planned there, on any number of ranks.
+    norms, operator = (plan.updates.norms, plan.updates.operator) if plan.updates else (None, None)
+    shared = norms is not None and norms.shares is not None and problem.norm_layers
+    found = best_owners(problem) if operator is not None and operator.owners else None
+    return Schedule(
+        buckets=tuple(_bucket(problem, bucket, index) for bucket in plan.buckets),
+        norms=partition_of(problem).owners if shared else None,
+        operators=None if found is None else found.shares,
+    )
 
 
 def _bucket(problem: Problem, bucket: PlanBucket, index: dict[str, int]) -> Bucket:
