@@ -215,8 +215,8 @@ def recompile(model: torch.nn.Module, backend: Callable[..., Any], dynamic: bool
 
 
 def lift_recompile_limits() -> None:
-    """Let `torch.compile` compile any number of models of one class, whose graphs it counts together: behind 8 they would
-    run uncompiled.
+    """Let `torch.compile` compile any number of models of one class; beyond 8, which it counts together, they would run
+    uncompiled.
     """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
 

@@ -73,8 +73,8 @@ def make_contestants(
     plans: Mapping[str, Plan], problem: Problem | None, strategies: Sequence[str], steps: int | None = None, *,
     begun: bool = False,
 ) -> list[BucketVariant]:  # fmt: skip
-    """Return what learns: DDP, DDP with sums in another order, further strategies and the plans, by name; each for `steps`
-    that begin with a run, or (`begun`) behind the exact first ones of plans.
+    """Return what learns: DDP, DDP with sums in another order, further strategies and the plans, by name; each for
+    `steps` that begin with a run, or (`begun`) behind the exact first ones of plans.
 
     Raises:
         InputError: as `make_lineup`; plans are for different numbers of ranks, or few steps follow exact ones.
