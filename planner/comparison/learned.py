@@ -182,7 +182,8 @@ def summarize_learned(
     ]  # fmt: skip
     lines = [sentence(row, learn) for row in rows if row.name not in (DDP, DDP_AGAIN)]
     if spread > learn.margin:
-        instead = "verdicts are by the metric" if any(row.judged_by == "metric" for row in rows) else "give it a metric"
+        by_metric = any(row.judged_by == "metric" for row in rows)
+        instead = "verdicts are by the metric" if by_metric else "judge by a metric"
         lines.append(
             f"DDP itself, with sums in another order, ends up to {spread:.2%} apart, more than the margin of "
             f"{learn.margin_percent:g} %: train longer, or {instead}"
