@@ -128,11 +128,12 @@ class JobSource(Source):
         """Build the job `spec`; `start` is the file of a checkpoint."""
         super().__init__(spec, bench, timeout_s, steps)
         self._device, self._start = device, start
-        lift_recompile_limits()
 
     def trained(self, seed: int) -> LearnedJob:
         """Build the job from the seed, or from the checkpoint."""
         built = build(self.name, self._device, SEED + seed)
+        if built.job.compile is not None:
+            lift_recompile_limits()
         done = 0 if self._start is None else load_checkpoint(self._start, built)
         world = self.bench.world
         if world.ranks > 1:
