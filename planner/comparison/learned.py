@@ -223,9 +223,8 @@ def sentence(row: LearnedRow, learn: Learn) -> str:
         if row.judged_by == "metric":
             return f"{unknown}; {need} would tell{'' if row.telling_seeds else ', or which way is better'}"
         steps = telling_steps(row.against_ddp, row.ci95, learn)
-        return (
-            f"{unknown}; {need} would tell, "
-            + (f"or about {steps} steps" if steps is not None else "or many more steps")
+        return f"{unknown}; {need} would tell, " + (
+            f"or about {steps} steps" if steps is not None else "or many more steps"
         )
     return f"{row.name} is {row.verdict} than DDP: its {what} differs by {around}, beyond {within}"
 

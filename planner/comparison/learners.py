@@ -178,11 +178,12 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
     of_model = state.get("model", state.get("model_state_dict"))
     of_optimizer = state.get("optimizer", state.get("optimizer_state_dict"))
     whole = isinstance(of_model, dict)
+    weights: Any = of_model if whole else state
     step = state.get("step", 0) if whole else 0
     if not isinstance(step, int):
         raise InputError(f"--from {path}: found step {step!r}, expected a whole number; save int(step)")
     try:
-        built.model.load_state_dict(_unwrapped(of_model if whole else state, built.model.state_dict()))
+        built.model.load_state_dict(_unwrapped(weights, built.model.state_dict()))
         if whole and of_optimizer is not None:
             states = of_optimizer if isinstance(of_optimizer, list) else [of_optimizer]
             for one, saved in zip(each_of(built.optimizer), states, strict=True):

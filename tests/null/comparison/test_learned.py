@@ -335,9 +335,12 @@ def test_a_plan_read_back_is_its_schedule(name: str) -> None:
 def test_owners_of_norms_and_operators_are_read_back() -> None:
     document = usual_document(cluster=halves_cluster())
     layers = [{"name": name, "norm_us": 300.0} for name in ("g1", "g3")]
-    shape = {"shape": [100, 50], "operator_us": 500.0, "result_bytes": 20, "parameters": ["g1", "g3"]}
+    shapes = [
+        {"shape": shape, "operator_us": 500.0, "result_bytes": 20, "parameters": [name]}
+        for name, shape in (("g1", [100, 50]), ("g3", [500, 400]))
+    ]
     document["compute"] |= {"update_us": 2000.0, "norms": {"optimizer": "LARS", "layers": layers}}
-    document["compute"]["operator"] = {"optimizer": "Muon", "shapes": [shape]}
+    document["compute"]["operator"] = {"optimizer": "Muon", "shapes": shapes}
     made = optimize(parse_profile(document))
     found = schedule_of(make_problem(parse_profile(document)), made)
     assert (found.norms, found.operators) != (None, None)
