@@ -34,7 +34,7 @@ BLOCKS = 10
 """Largest number of interleaved blocks that a contestant's steps are divided into."""
 LEAST_BLOCK_STEPS = 5
 PROBE_STEPS = 6
-"""Number of timed steps of each contestant from which the time of all is estimated; the first half does not count."""
+"""Number of timed steps of each contestant from which the time of all is estimated; the first half counts once."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that models of all contestants may take."""
 
@@ -220,7 +220,9 @@ class LearningRunner(Runner[BucketVariant]):
             start_s = time.perf_counter()
             self._open.pop(variant.name).close()
             closed_s = time.perf_counter() - start_s
-            total_s += opened_s + closed_s + self._learn.steps * statistics.median(steps_s[PROBE_STEPS // 2 :])
+            first, later = steps_s[: PROBE_STEPS // 2], steps_s[PROBE_STEPS // 2 :]
+            total_s += opened_s + closed_s + sum(first)
+            total_s += (self._learn.steps - len(first)) * statistics.median(later)
         found: float = max(self.world.gather(self._learn.seeds * total_s, "estimating the time"))
         return found
 
