@@ -46,7 +46,7 @@ class AccuracyMeasured(Record):
     """Mean over seeds of the difference from DDP's metric, in its own unit."""
     metric_ci95: tuple[float, float] | None = None
     judged_by: JudgedBy = "loss"
-    """Whose interval the verdict is by."""
+    """The figure whose interval gave the verdict."""
     executed: Annotated[str, Field(pattern=r"^sha256:")] | None = None
     """Digest of what the measured plan executes: see `runtime.plan.executed.executed_digest`."""
 
