@@ -159,6 +159,7 @@ def refuse_to_learn(file: str) -> dict[str, str]:
             said[name] = str(error)
         assert all(map(torch.equal, before, _state(training))), name
         training.step(training.model)
+    training.compare(lambda model, number: training.step(model), plan=f"{file}.one", **LEARN)
     everyone = training.session._world.gather(_state(training), "comparing weights")
     assert all(map(torch.equal, everyone[0], everyone[1]))
     training.session.detach()

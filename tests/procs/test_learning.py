@@ -209,6 +209,8 @@ def test_a_script_that_cannot_learn_goes_on_from_where_it_was(tmp_path: Path) ->
     file = tmp_path / "plan.json"
     phases = [{"plan": plan_document(), "until_step": 5}, {"plan": plan_document()}]
     file.write_text(json.dumps(plan_document(buckets=[], phases=phases)), encoding="utf-8")
+    one = tmp_path / "plan.json.one"
+    one.write_text(json.dumps(plan_document()), encoding="utf-8")
     said = run_ranks(LocalWorld(ranks=2), compare_checks.refuse_to_learn, str(file))[0]
     assert all("ZeroDivisionError" in said[name] for name in ("DDP", "plan", "estimate"))
     assert "step(model): found no loss with ddp in step 1, expected a number" in said["silent"]
@@ -216,4 +218,5 @@ def test_a_script_that_cannot_learn_goes_on_from_where_it_was(tmp_path: Path) ->
     assert "plan.json@0, one phase of a plan, expected a plan with a file of its own" in said["phase"]
     assert "plan.json: found a plan in 2 phases" in said["phases"]
     assert "found seeds, margin or on without learn" in said["seeds"]
-    assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+    assert load_plan(one).accuracy_measured is not None
+    assert {*tmp_path.iterdir()} == {file, one}
