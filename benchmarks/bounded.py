@@ -1,4 +1,4 @@
-"""`--accuracy bounded` as a user has it, beside DDP and its hooks: profile, optimize, compare on emulated hosts.
+"""`--accuracy bounded --compress all` compared with DDP and its hooks: profile, optimize, compare on emulated hosts.
 
     python -m benchmarks.bounded --write               # as root; all cells, six minutes each; resumes
     python -m benchmarks.bounded --only bert@4x1@1gbit
@@ -43,7 +43,7 @@ def measure(job: str, link: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         profile, plan = f"{folder}/profile.json", f"{folder}/plan.json"
         command("profile", spec, "--emulate", link, "--for", "bounded", "-o", profile)
-        command("optimize", profile, "--accuracy", "bounded", "-o", plan)
+        command("optimize", profile, "--accuracy", "bounded", "--compress", "all", "-o", plan)
         rows = command(
             "--json", "compare", spec, "--plan", plan, "--profile", profile, "--emulate", link, "--strategy", INT8,
             "--steps", "12", "--rounds", "4",

@@ -214,6 +214,13 @@ def recompile(model: torch.nn.Module, backend: Callable[..., Any], dynamic: bool
     return put_back
 
 
+def lift_recompile_limits() -> None:
+    """Let `torch.compile` compile any number of models of one class; beyond 8, which it counts together, they would run
+    uncompiled.
+    """
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
+
+
 def is_updated_in_backward(tensor: torch.Tensor) -> bool:
     """Return whether `_apply_optimizer_in_backward` has given a parameter an optimizer that steps in backward."""
     return bool(getattr(tensor, "_in_backward_optimizers", None))

@@ -10,7 +10,7 @@ import typer
 
 from planner.cli.commands import Compare
 from planner.cli.options import Flags, printed_json
-from planner.comparison.contestants import Learn, make_contestants, named_plans, predicted_on
+from planner.comparison.contestants import Learn, check_keeps, make_contestants, named_plans, predicted_on
 from planner.comparison.learned import Learned, summarize_learned
 from planner.comparison.learning import learn_rank
 from planner.comparison.measure import compare_rank
@@ -29,7 +29,6 @@ from planner.report.files import check_writable
 from planner.report.listing import print_tables
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 from runtime.plan import Plan, check_has_buckets, load_plan
-from runtime.plan.document import split_phase
 from runtime.plan.files import write_text
 
 WRAPPED_TIMEOUT_S = 300.0
@@ -57,7 +56,7 @@ def compare(asked: Compare) -> None:
     draw(comparison, f"{plan.model.name}{f' on {where.emulate}' if where.emulate else ''}", asked.html)
     if isinstance(comparison, Learned):
         for each, (name, kept) in zip(asked.plan, plans.items(), strict=True):
-            replace(kept, accuracy_measured=comparison.measured(name, asked.job)).save(each)
+            comparison.measured(kept, name, asked.job).save(each)
     if not printed_json(comparison.to_document):
         echo_lines(first_lines(comparison))
         print_tables(comparison_table(comparison))
@@ -105,13 +104,7 @@ def _read(asked: Compare) -> tuple[bool, list[str], Profile | None, Problem | No
 
 def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOptions, learn: Learn) -> Learned:
     for path, plan in zip(asked.plan, plans.values(), strict=True):
-        check_has_buckets(plan, path, "compare it without --learn")
-        if split_phase(path)[1] is not None:
-            raise InputError(
-                f"--learn: found {path}, one phase of a plan, expected a plan with a file of its own, which is to keep "
-                f"what is measured; compare it without --learn"
-            )
-        check_writable(path)
+        check_keeps(path, plan)
     is_script, arguments, profile, problem = _read(asked)
     if is_script:
         if learn.start is not None:
@@ -124,7 +117,7 @@ def _measure_learning(asked: Compare, plans: Mapping[str, Plan], where: RankOpti
         found = on_ranks_of_script(where, script_rank, asked.job, arguments, request)[0]
         assert isinstance(found, Learned)
         return found
-    contestants = make_contestants(plans, problem, asked.strategies)
+    contestants = make_contestants(plans, problem, asked.strategies, learn.steps, begun=learn.start is not None)
     predicted = predicted_on(learn.on, profile, contestants)
     measured = (asked.job, contestants, learn, choose_device(where.device), not Flags.as_json, where.timeout_s)
     return summarize_learned(on_ranks(where, learn_rank, *measured), learn, predicted)

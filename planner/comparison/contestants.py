@@ -21,12 +21,16 @@ from planner.emit.lower import predict
 from planner.emit.read_back import schedule_of
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
-from runtime.plan import Plan
+from runtime.plan import Plan, check_has_buckets
+from runtime.plan.document import split_phase
+from runtime.plan.files import check_output
 
 MARGIN_PERCENT, SEEDS = 0.5, 3
 MAX_SEEDS, MAX_STEPS = 1000, 10**9
 LEAST_STEPS = 10
 """Fewest steps, of which the last tenth counts."""
+CYCLES = 3
+"""Fewest periods of a delay or of outer steps that are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +70,14 @@ class Learn:
 
 
 def make_contestants(
-    plans: Mapping[str, Plan], problem: Problem | None, strategies: Sequence[str]
-) -> list[BucketVariant]:
-    """Return what learns: DDP, DDP with sums in another order, further strategies and the plans, by name.
+    plans: Mapping[str, Plan], problem: Problem | None, strategies: Sequence[str], steps: int | None = None, *,
+    begun: bool = False,
+) -> list[BucketVariant]:  # fmt: skip
+    """Return what learns: DDP, DDP with sums in another order, further strategies and the plans, by name; each for
+    `steps` that begin with a run, or (`begun`) behind the exact first ones of plans.
 
     Raises:
-        InputError: as `make_lineup`; or plans are for different numbers of ranks.
+        InputError: as `make_lineup`; plans are for different numbers of ranks, or few steps follow exact ones.
     """
     ranks = {name: plan.world.ranks for name, plan in plans.items()}
     if len({*ranks.values()}) > 1:
@@ -94,8 +100,40 @@ def make_contestants(
                 found.setdefault(named, variant.renamed(named))
         again = BucketVariant(name=DDP_AGAIN, kind="ddp", hook="rounding", exact=False, shares=found[DDP].shares)
         found.setdefault(DDP_AGAIN, again)
+    if begun:
+        found = {name: one.steady for name, one in found.items()}
+    for name, one in found.items():
+        _check_steps(name, one, steps)
     first = (DDP, DDP_AGAIN)
     return [*(found[name] for name in first), *(one for name, one in found.items() if name not in first)]
+
+
+def _check_steps(name: str, variant: BucketVariant, steps: int | None) -> None:
+    """Raise InputError where too few of the steps are behind the exact ones that a plan begins with."""
+    exact = 0 if variant.plan is None else variant.plan.first_steps
+    least = max(-(-10 * exact // 9), exact + CYCLES * variant.cycle)
+    if steps is None or steps >= least:
+        return
+    begins, repeats = f"begins with {exact} exact ones", f"repeats every {variant.cycle}"
+    why = " and ".join([begins] * bool(exact) + [repeats] * bool(variant.cycle))
+    raise InputError(
+        f"--learn: found {steps} steps, expected at least {least} for {name}, which {why}: the last tenth and "
+        f"{CYCLES} periods have to be behind those; train more, or begin there, by a checkpoint (--from) or in a "
+        f"script that has made steps"
+    )
+
+
+def check_keeps(path: str, plan: Plan) -> None:
+    """Raise InputError where a plan's file cannot keep what is measured of it: it has no buckets of its own, is one
+    phase of a plan, or cannot be written.
+    """
+    check_has_buckets(plan, path, "compare it without --learn")
+    if split_phase(path)[1] is not None:
+        raise InputError(
+            f"--learn: found {path}, one phase of a plan, expected a plan with a file of its own, which is to keep "
+            f"what is measured; compare it without --learn"
+        )
+    check_output(path)
 
 
 def named_plans(paths: Sequence[str], plans: Sequence[Plan]) -> dict[str, Plan]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,9 +21,10 @@ from planner.comparison.report import STEP, Comparison, values_by_name
 from planner.comparison.statistics import Interval, median_interval
 from planner.comparison.variants import DDP, DDP_AGAIN
 from planner.documents.text import milliseconds, pluralize
-from runtime.errors import InputError
 from runtime.monitor.verdict import half_interval, t_quantile
-from runtime.plan.measured_accuracy import AccuracyMeasured, LearnedVerdict
+from runtime.plan import Plan
+from runtime.plan.executed import executed_digest
+from runtime.plan.measured_accuracy import AccuracyMeasured, JudgedBy, LearnedVerdict
 
 if TYPE_CHECKING:
     from planner.comparison.learning import LearnedRank
@@ -44,8 +45,8 @@ class LearnedRow:
     """The losses of one contestant, and the verdict. Differences are relative to DDP's last loss of the same seed."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
-        "", "last loss", "against DDP", "95 % interval", "DDP's own spread", "steps to DDP's loss", "time to it", STEP,
-        "metric", "verdict",
+        "", "last loss", "end loss", "against DDP", "95 % interval", "DDP's own spread", "steps to DDP's loss",
+        "time to it", STEP, "metric", "metric against DDP", "verdict",
     )  # fmt: skip
     LEFT: ClassVar[tuple[str, ...]] = ("", "verdict")
     HEADING: ClassVar[str] = "{steps} steps on {ranks} ranks from {rounds}, over the same batches"
@@ -69,12 +70,14 @@ class LearnedRow:
     end_loss: float | None
     """Loss of the last step, mean over ranks and seeds."""
     step_us: float
-    """Median step, as measured, or as predicted for another cluster."""
+    """Step as measured, the median or the mean over periods, or as predicted for another cluster."""
     metric: float | None = None
     """The job's evaluation metric after the last step, mean over ranks and seeds."""
     metric_against_ddp: float | None = None
     """Mean over seeds of the difference from DDP's metric, in its own unit."""
     metric_ci95: tuple[float, float] | None = None
+    judged_by: JudgedBy = "loss"
+    """The metric where DDP's own spread of the loss is above the margin and the job has one."""
     telling_seeds: int | None = None
     """Estimated number of seeds that would tell; None: these do, or none are enough."""
 
@@ -85,17 +88,24 @@ class LearnedRow:
         spread = {"DDP's own spread": f"{self.ddp_spread:.2%}"} if self.name == DDP_AGAIN else {}
         compared = {} if self.name == DDP else {
             "against DDP": "" if self.against_ddp is None else f"{self.against_ddp:+.2%}", "95 % interval": interval,
-            "verdict": self.verdict,
+            "metric against DDP": "" if self.metric_against_ddp is None else self.metric_text, "verdict": self.verdict,
         }  # fmt: skip
         return {
             "": self.name,
             "last loss": "not finite" if self.last_loss is None else f"{self.last_loss:.4f}",
+            "end loss": "not finite" if self.end_loss is None else f"{self.end_loss:.4f}",
             "steps to DDP's loss": reached,
             "time to it": "" if self.time_to_ddp_loss is None else f"{self.time_to_ddp_loss:.2f}",
             STEP: milliseconds(self.step_us),
             "metric": "" if self.metric is None else f"{self.metric:.4f}",
             **spread, **compared,
         }  # fmt: skip
+
+    @property
+    def metric_text(self) -> str:
+        """Return the difference of the metric from DDP's, with its interval."""
+        around = "" if self.metric_ci95 is None else " ({:+.4g} to {:+.4g})".format(*self.metric_ci95)
+        return f"{self.metric_against_ddp:+.4g}{around}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +146,18 @@ class Learned(Comparison):
         """Return how long it took, and what was said before."""
         return f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
 
-    def measured(self, name: str, job: str) -> AccuracyMeasured:
-        """Return what a plan's file keeps of its row."""
+    def measured(self, plan: Plan, name: str, job: str) -> Plan:
+        """Return a plan with what its file keeps of its row."""
         row = next(row for row in self.rows if row.name == name)
         taken = (
             "verdict", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss",
+            "metric", "metric_against_ddp", "metric_ci95", "judged_by",
         )  # fmt: skip
-        return AccuracyMeasured(
+        kept = AccuracyMeasured(
             job=job, margin=self.learn.margin, steps=self.learn.steps, seeds=self.learn.seeds, ranks=self.ranks,
-            **{key: value for key, value in asdict(row).items() if key in taken},
+            executed=executed_digest(plan), **{key: value for key, value in asdict(row).items() if key in taken},
         )  # fmt: skip
+        return replace(plan, accuracy_measured=kept)
 
 
 def summarize_learned(
@@ -157,12 +169,8 @@ def summarize_learned(
         ranks: records of all contestants, DDP first.
         learn: steps, seeds and margin.
         predicted_us: step of each contestant on another cluster, in µs; None: as measured here.
-
-    Raises:
-        InputError: DDP's loss is not finite or constant, or the step returns no loss.
     """
     losses = {name: _losses(ranks, index, learn) for index, name in enumerate(_names(ranks))}
-    _check_ddp(losses[DDP])
     times = values_by_name(ranks)
     step_us = {name: median_interval(times[name]) for name in times}
     if predicted_us is not None:
@@ -174,12 +182,17 @@ def summarize_learned(
     ]  # fmt: skip
     lines = [sentence(row, learn) for row in rows if row.name not in (DDP, DDP_AGAIN)]
     if spread > learn.margin:
+        by_metric = any(row.judged_by == "metric" for row in rows)
+        instead = "verdicts are by the metric" if by_metric else "judge by a metric"
         lines.append(
             f"DDP itself, with sums in another order, ends up to {spread:.2%} apart, more than the margin of "
-            f"{learn.margin_percent:g} %: train longer, or judge by a metric"
+            f"{learn.margin_percent:g} %: train longer, or {instead}"
         )
     first = ranks[0]
     notes = [f"steps are predicted for {learn.on}"] if predicted_us is not None else []
+    for variant in (record.variant for record in first.records):
+        if variant.plan is not None and (exact := variant.plan.first_steps):
+            notes.append(f"the first {exact} of {learn.steps} steps of {variant.name} are exact")
     if first.one_by_one is not None:
         notes.append(f"contestants trained one after the other from the same start: {first.one_by_one}")
     return Learned(
@@ -199,17 +212,21 @@ def sentence(row: LearnedRow, learn: Learn) -> str:
             f"not known whether {row.name} learns as DDP does: its last loss is {row.against_ddp:+.2%} of one seed, "
             f"which has no interval; expected --seeds 2 or more"
         )
-    around = f"{row.against_ddp:+.2%} ({row.ci95[0]:+.2%} to {row.ci95[1]:+.2%})"
+    what, around = "last loss", f"{row.against_ddp:+.2%} ({row.ci95[0]:+.2%} to {row.ci95[1]:+.2%})"
+    if row.judged_by == "metric":
+        what, around = "metric", row.metric_text
     if row.verdict == "as ddp":
-        return f"{row.name} learns as DDP does: its last loss differs by {around}, within {within}"
+        return f"{row.name} learns as DDP does: its {what} differs by {around}, within {within}"
     if row.verdict == "not known":
+        unknown = f"not known whether {row.name} learns as DDP does: its {what} differs by {around}"
         need = f"about {row.telling_seeds} seeds" if row.telling_seeds else f"more than {MOST_SEEDS} seeds"
+        if row.judged_by == "metric":
+            return f"{unknown}; {need} would tell{'' if row.telling_seeds else ', or which way is better'}"
         steps = telling_steps(row.against_ddp, row.ci95, learn)
-        return (
-            f"not known whether {row.name} learns as DDP does: its last loss differs by {around}; {need} would tell, "
-            + (f"or about {steps} steps" if steps is not None else "or many more steps")
+        return f"{unknown}; {need} would tell, " + (
+            f"or about {steps} steps" if steps is not None else "or many more steps"
         )
-    return f"{row.name} is {row.verdict} than DDP: its last loss differs by {around}, beyond {within}"
+    return f"{row.name} is {row.verdict} than DDP: its {what} differs by {around}, beyond {within}"
 
 
 def judge(differences: Sequence[float], margin: float) -> tuple[tuple[float, float] | None, LearnedVerdict]:
@@ -264,23 +281,16 @@ def _names(ranks: Sequence[LearnedRank]) -> list[str]:
 def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[np.float64]:
     """Return the losses of a contestant, mean over ranks. Shape (seeds, steps)."""
     of_ranks = [[loss for block in rank.records[index].losses for loss in block] for rank in ranks]
-    if any(loss is None for losses in of_ranks for loss in losses):
-        raise InputError(
-            "planner.compare: step returned no loss, expected a number or a tensor of one element; return it"
-        )
     values: NDArray[np.float64] = np.array(of_ranks, dtype=np.float64).mean(axis=0).reshape(learn.seeds, learn.steps)
     return values
 
 
-def _check_ddp(losses: NDArray[np.float64]) -> None:
-    """Raise InputError where DDP's loss is nothing that others can be compared with."""
-    for seed, step in np.argwhere(~np.isfinite(losses))[:1]:
-        raise InputError(not_finite_text(losses[seed, step], step, seed))
-    if (losses == losses[:, :1]).all():
-        raise InputError(
-            f"found the same loss, {losses[0, 0]:.6g}, in all {losses.shape[1]} steps with DDP, expected one that "
-            f"training changes; correct the job's loss, optimizer or batches"
-        )
+def constant_text(loss: float, steps: int) -> str:
+    """Return what is wrong where all losses of DDP are the same."""
+    return (
+        f"found the same loss, {loss:.6g}, in all {steps} steps with DDP, expected one that training changes; correct "
+        f"the job's loss, optimizer or batches"
+    )
 
 
 def not_finite_text(loss: float, step: int, seed: int) -> str:
@@ -346,18 +356,28 @@ def _row(
     time = None
     if reached is not None and of_ddp:
         time = reached * step_us[name].value / (of_ddp * step_us[DDP].value)
-    metric = metrics.get(name)
-    away = [a - b for a, b in zip(metric, metrics[DDP], strict=True)] if metric and DDP in metrics else None
-    half = half_interval(away) if away else math.inf
-    known = away is not None and all(map(math.isfinite, away))
-    mean = statistics.fmean(away) if away is not None and known else None
+    metric, telling = metrics.get(name), telling_seeds(differences, learn.margin)
+    judged_by: JudgedBy = "loss"
+    mean: float | None = None
+    metric_ci95: tuple[float, float] | None = None
+    if metric and all(map(math.isfinite, (*metric, *metrics.get(DDP, [math.nan])))):
+        away = [a - b for a, b in zip(metric, metrics[DDP], strict=True)]
+        bound = learn.margin * abs(statistics.fmean(metrics[DDP]))
+        mean = statistics.fmean(away)
+        metric_ci95, by_metric = judge(away, bound)
+        if spread > learn.margin and name != DDP and all(map(math.isfinite, differences)):
+            judged_by = "metric"
+            # Which way is better only the loss tells.
+            if by_metric in ("as ddp", "not known"):
+                verdict, telling = by_metric, telling_seeds(away, bound)
+            elif verdict not in ("worse", "better"):
+                verdict, telling = "not known", None
     return LearnedRow(
         name=name, last_loss=_finite(float(last_losses(mine).mean())), against_ddp=_finite(float(np.mean(differences))),
         ci95=ci95, ddp_spread=spread, steps_to_ddp_loss=reached, time_to_ddp_loss=time, verdict=verdict,
         end_loss=_finite(float(mine[:, -1].mean())), step_us=step_us[name].value,
         metric=_finite(statistics.fmean(metric)) if metric else None, metric_against_ddp=mean,
-        metric_ci95=(mean - half, mean + half) if mean is not None and math.isfinite(half) else None,
-        telling_seeds=telling_seeds(differences, learn.margin) if verdict == "not known" else None,
+        metric_ci95=metric_ci95, judged_by=judged_by, telling_seeds=telling if verdict == "not known" else None,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +20,11 @@ from planner.profile.bench import Bench
 from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import InputError
 from runtime.optimizers.kinds import Optimizers, each_of
+from runtime.torch_compat import lift_recompile_limits
 
 DIGEST_BYTES = 1 << 16
 """Bytes of each tensor of a batch that are compared between contestants."""
+WRAPPERS = ("module.", "_orig_mod.")
 SEED_STRIDE = 10_000
 """Difference between the seeds of generators in two starts; ranks lie between."""
 
@@ -34,6 +37,7 @@ class LearnedJob(Trained):
         super().__init__(built.model)
         self.name, self._built, self._first = built.spec, built, first
         self._shared = built
+        self.compile = built.job.compile
         self._prepared: tuple[int, Any] | None = None
 
     def optimizer(self) -> Optimizers:
@@ -74,17 +78,23 @@ class LearnedJob(Trained):
 
 
 def batch_digest(batch: Any) -> str:
-    """Return a digest of shapes, dtypes and first bytes of all tensors of a batch."""
+    """Return a digest of numbers in a batch, and of shapes, dtypes and first bytes of its tensors and arrays."""
     digest = hashlib.sha256()
 
-    def take(tensor: Tensor) -> Tensor:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.layout == torch.strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)[: max(1, DIGEST_BYTES // tensor.element_size())]
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, numbers.Number | np.generic):
+            digest.update(repr(leaf).encode())
+            return leaf
+        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        count = max(1, DIGEST_BYTES // max(1, leaf.itemsize))
+        if isinstance(leaf, np.ndarray):
+            digest.update(b"" if leaf.dtype.hasobject else leaf.flat[:count].tobytes())
+        elif leaf.layout == torch.strided and leaf.numel():
+            flat = leaf.detach().reshape(-1)[:count]
             digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return tensor
+        return leaf
 
-    map_leaves(batch, lambda leaf: isinstance(leaf, Tensor), take)
+    map_leaves(batch, lambda leaf: isinstance(leaf, Tensor | np.ndarray | np.generic | numbers.Number), take)
     return digest.hexdigest()
 
 
@@ -122,6 +132,8 @@ class JobSource(Source):
     def trained(self, seed: int) -> LearnedJob:
         """Build the job from the seed, or from the checkpoint."""
         built = build(self.name, self._device, SEED + seed)
+        if built.job.compile is not None:
+            lift_recompile_limits()
         done = 0 if self._start is None else load_checkpoint(self._start, built)
         world = self.bench.world
         if world.ranks > 1:
@@ -149,8 +161,9 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
     """Load model and optimizer from a file of `torch.save`, and return the number of steps that it was made after.
 
     Args:
-        path: of a `state_dict` of the model, or of a dict with `model`, and perhaps `optimizer` (a list, where the job
-            has several) and `step`.
+        path: of a `state_dict` of the model, or of a dict with `model` or `model_state_dict`, and perhaps `optimizer`
+            or `optimizer_state_dict` (a list, where the job has several) and `step`. Names may have the prefixes of DDP
+            and `torch.compile`.
         built: the job.
 
     Raises:
@@ -162,15 +175,27 @@ def load_checkpoint(path: str, built: BuiltJob) -> int:
         raise InputError(f"--from {path}: {error}; expected a file that torch.save wrote, of tensors only") from error
     if not isinstance(state, dict):
         raise InputError(f"--from {path}: found a {type(state).__name__}, expected a dict with model; save one")
-    whole = isinstance(state.get("model"), dict)
+    of_model = state.get("model", state.get("model_state_dict"))
+    of_optimizer = state.get("optimizer", state.get("optimizer_state_dict"))
+    whole = isinstance(of_model, dict)
+    weights: Any = of_model if whole else state
+    step = state.get("step", 0) if whole else 0
+    if not isinstance(step, int):
+        raise InputError(f"--from {path}: found step {step!r}, expected a whole number; save int(step)")
     try:
-        built.model.load_state_dict(state["model"] if whole else state)
-        if whole and state.get("optimizer") is not None:
-            states = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+        built.model.load_state_dict(_unwrapped(weights, built.model.state_dict()))
+        if whole and of_optimizer is not None:
+            states = of_optimizer if isinstance(of_optimizer, list) else [of_optimizer]
             for one, saved in zip(each_of(built.optimizer), states, strict=True):
                 one.load_state_dict(saved)
-    except (RuntimeError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise InputError(f"--from {path}: {first}; expected a checkpoint of {built.spec}") from error
-    step = state.get("step", 0) if whole else 0
-    return step if isinstance(step, int) else 0
+    return step
+
+
+def _unwrapped(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's state without the prefixes of DDP and `torch.compile`, unless the model itself has them."""
+    while state and not state.keys() & own.keys() and all(name.startswith(WRAPPERS) for name in state):
+        state = {name.partition(".")[2]: tensor for name, tensor in state.items()}
+    return state

@@ -11,21 +11,21 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from planner.comparison.contestants import Learn
-from planner.comparison.learned import not_finite_text
+from planner.comparison.learned import constant_text, not_finite_text
 from planner.comparison.learners import JobSource, Source
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
 from planner.comparison.variants import DDP, NO_COMMUNICATION, BucketVariant, Rounds
 from planner.profile.bench import Bench, Progress, synchronize
 from planner.profile.step import joined
+from runtime.comm.shared_memory import available_bytes
 from runtime.errors import InputError
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.optimizers.kinds import each_of
@@ -34,7 +34,7 @@ BLOCKS = 10
 """Largest number of interleaved blocks that a contestant's steps are divided into."""
 LEAST_BLOCK_STEPS = 5
 PROBE_STEPS = 6
-"""Number of timed steps of each contestant from which the time of all is estimated; the first half does not count."""
+"""Number of timed steps of each contestant from which the time of all is estimated; the first half counts once."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that models of all contestants may take."""
 
@@ -63,43 +63,47 @@ class Contestant:
 
     def __init__(self, variant: BucketVariant, source: Source, seed: int, *, unused: bool) -> None:
         """Attach or wrap a model at the start of a seed; every rank calls it."""
-        self.done = 0
+        self.times_us: list[float] = []
+        self.losses: list[float | None] = []
+        self.begun: list[int] = []
+        """Number of the first step of each block."""
         self.trained = source.trained(seed)
         self.runner = VariantRunner(self.trained, source.bench, source.timeout_s)
         self.runner.unused = unused
         self._optimizer, self._device = self.trained.optimizer(), source.bench.device
-        self._start, self._communication = ExitStack(), ExitStack()
-        self._start.enter_context(self.trained.restored(self._optimizer))
-        self.trained.model.zero_grad(set_to_none=True)
-        with named_plan(variant):
-            communicating = self.runner.communicating(variant, self._optimizer)
-            self._forward = self._communication.enter_context(communicating)
+        self._communication = ExitStack()
+        with ExitStack() as start:
+            start.enter_context(self.trained.restored(self._optimizer))
+            self.trained.model.zero_grad(set_to_none=True)
+            with named_plan(variant):
+                communicating = self.runner.communicating(variant, self._optimizer)
+                self._forward = self._communication.enter_context(communicating)
+            self._start = start.pop_all()
         source.seed_generators(seed)
         self._generators = generators()
 
-    def advance(self, steps: int) -> tuple[list[float], list[float | None], str]:
-        """Make further steps; return their times in µs, losses, and a digest of their batches."""
+    def advance(self, steps: int) -> str:
+        """Make further steps, and return a digest of their batches."""
         restore_generators(self._generators)
-        times: list[float] = []
-        losses: list[float | None] = []
+        done = len(self.times_us)
+        self.begun.append(done)
         digests = []
-        for number in range(self.done, self.done + steps):
+        for number in range(done, done + steps):
             digests.append(self.trained.prepare(number))
             synchronize(self._device)
             start = time.perf_counter()
-            losses.append(self.trained.step(self._forward, self._optimizer, number))
+            self.losses.append(self.trained.step(self._forward, self._optimizer, number))
             synchronize(self._device)
-            times.append((time.perf_counter() - start) * 1e6)
-        self.done += steps
+            self.times_us.append((time.perf_counter() - start) * 1e6)
         self._generators = generators()
-        return times, losses, "\n".join(digests)
+        return "\n".join(digests)
 
     def close(self, *, judged: bool = True) -> float | None:
         """Make the model plain again, and return its metric if it is `judged`."""
-        self._communication.close()
-        metric = self.trained.metric() if judged else None
-        self._start.close()
-        return metric
+        del self._forward  # DDP's hooks stay on the parameters until it is gone
+        with closing(self._start):
+            self._communication.close()
+            return self.trained.metric() if judged else None
 
     @property
     def size_bytes(self) -> int:
@@ -110,6 +114,19 @@ class Contestant:
         held += [one for state in states for one in state.values() if isinstance(one, Tensor)]
         held += 2 * [parameter for parameter in model.parameters() if parameter.requires_grad]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def counted_us(variant: BucketVariant, times_us: Sequence[float], begun: Sequence[int]) -> list[float]:
+    """Return the times that count, of a seed's steps behind the exact first ones: of a variant whose steps repeat the
+    mean over whole cycles, else those of single steps but for the first ones of blocks, which begin at `begun`.
+    """
+    first = 0 if variant.plan is None else variant.plan.first_steps
+    if variant.cycle:
+        first += variant.least_warm_up
+        whole = (len(times_us) - first) // variant.cycle * variant.cycle
+        return [statistics.fmean(times_us[first : first + whole])]
+    cold = {start + number for start in begun for number in range(WARM_UP_STEPS)}
+    return [time_us for number, time_us in enumerate(times_us) if number >= first and number not in cold]
 
 
 class LearningRunner(Runner[BucketVariant]):
@@ -131,15 +148,20 @@ class LearningRunner(Runner[BucketVariant]):
         if name not in self._open:
             self._open[name] = Contestant(record.variant, self._source, self._seed, unused=self._unused)
         contestant = self._open[name]
-        start = contestant.done
-        times, losses, digest = contestant.advance(steps)
+        start = len(contestant.losses)
+        digest = contestant.advance(steps)
+        losses = contestant.losses[start:]
         record.losses.append(losses)
-        record.step_us.append(times[min(WARM_UP_STEPS, steps // 2) :])
         problem = self._problem(record.variant, start, digest, losses)
-        problems = self.world.gather(problem, f"the end of a block of {name}")
-        if found := next(filter(None, problems), None):
+        over = len(contestant.losses) >= self._learn.steps
+        constant = name == DDP and over and len({*contestant.losses}) == 1
+        seen = self.world.gather((problem, constant), f"the end of a block of {name}")
+        if found := next((problem for problem, _ in seen if problem is not None), None):
             raise InputError(found)
-        if contestant.done >= self._learn.steps:
+        if all(constant for _, constant in seen):
+            raise InputError(constant_text(losses[0] or 0.0, self._learn.steps))
+        if over:
+            record.step_us.append(counted_us(record.variant, contestant.times_us, contestant.begun))
             metric = self._open.pop(name).close()
             if metric is not None:
                 record.metrics.append(metric)
@@ -148,11 +170,16 @@ class LearningRunner(Runner[BucketVariant]):
         self, variant: BucketVariant, start: int, digest: str, losses: Sequence[float | None]
     ) -> str | None:  # fmt: skip
         """Return in what a block's batches, or its first loss, differ from those of the contestant that came first; or
-        that DDP's losses are not finite.
+        that there is no loss, or DDP's is not finite.
         """
         name, rank, loss = variant.name, self.world.rank, losses[0]
         for number, one in enumerate(losses):
-            if name == DDP and one is not None and not math.isfinite(one):
+            if one is None:
+                return (
+                    f"{self._source.name}: found no loss with {name} in step {start + number + 1}, expected a number "
+                    f"or a tensor of one element; return it"
+                )
+            if name == DDP and not math.isfinite(one):
                 return not_finite_text(one, start + number, self._seed)
         first, expected, expected_loss = self._first.setdefault(start, (name, digest, loss))
         if digest != expected:
@@ -181,7 +208,8 @@ class LearningRunner(Runner[BucketVariant]):
         total_s = 0.0
         for variant in variants:
             start_s = time.perf_counter()
-            contestant = Contestant(variant, self._source, 0, unused=self._unused)
+            contestant = Contestant(variant.steady, self._source, 0, unused=self._unused)
+            self._open[variant.name] = contestant
             opened_s = time.perf_counter() - start_s
             steps_s = []
             for _ in range(PROBE_STEPS):
@@ -190,9 +218,11 @@ class LearningRunner(Runner[BucketVariant]):
                 steps_s.append(time.perf_counter() - start_s)
             self.size_bytes = max(self.size_bytes, contestant.size_bytes)
             start_s = time.perf_counter()
-            contestant.close()
+            self._open.pop(variant.name).close()
             closed_s = time.perf_counter() - start_s
-            total_s += opened_s + closed_s + self._learn.steps * statistics.median(steps_s[PROBE_STEPS // 2 :])
+            first, later = steps_s[: PROBE_STEPS // 2], steps_s[PROBE_STEPS // 2 :]
+            total_s += opened_s + closed_s + sum(first)
+            total_s += (self._learn.steps - len(first)) * statistics.median(later)
         found: float = max(self.world.gather(self._learn.seeds * total_s, "estimating the time"))
         return found
 
@@ -202,6 +232,11 @@ class LearningRunner(Runner[BucketVariant]):
         runner = VariantRunner(trained, self.bench, self._source.timeout_s, warm_up_steps=0)
         runner.warm_up(BucketVariant(name=NO_COMMUNICATION, kind="no_communication"))
         self._unused = runner.unused
+
+    def close(self) -> None:
+        """Make the models of contestants plain that an error has left open."""
+        while self._open:
+            self._open.popitem()[1].close(judged=False)
 
     def measure(self, variants: Sequence[BucketVariant], *, one_by_one: bool) -> list[LearnedRecord]:
         """Train all contestants, seed by seed."""
@@ -215,35 +250,33 @@ class LearningRunner(Runner[BucketVariant]):
             what = f"learning, seed {seed + 1} of {self._learn.seeds}"
             if rest:
                 self.interleave(records, Rounds(count=1, steps=rest), what)
-                for record in records:
-                    record.step_us.pop()
             self.interleave(records, Rounds(count=count, steps=steps // count), what)
         return records
 
 
 def learn_all(source: Source, variants: Sequence[BucketVariant], learn: Learn) -> LearnedRank:
     """Estimate the time, say it, and train all contestants; every rank calls it."""
-    runner, world = LearningRunner(source, learn), source.bench.world
-    estimated_s = runner.estimate_s(variants)
-    reason = source.one_by_one or memory_reason(
-        runner.size_bytes, len(variants), free_memory_bytes(source.bench.device, world.ranks)
-    )
-    one_by_one = next(filter(None, world.gather(reason, "comparing memory")), None)
-    if source.bench.progress.show:
-        names = ", ".join(variant.name for variant in variants)
-        source.bench.progress.announce(
-            f"{learn.steps} steps of {names} from {learn.seeds} seeds take about {estimated_s:.0f} s"
-            + (f", one contestant after the other: {one_by_one}" if one_by_one else "")
-        )
-    start_s = time.perf_counter()
-    records = runner.measure(variants, one_by_one=one_by_one is not None)
+    world = source.bench.world
+    with closing(LearningRunner(source, learn)) as runner:
+        estimated_s = runner.estimate_s(variants)
+        free_bytes = free_memory_bytes(source.bench.device, world.ranks)
+        reason = source.one_by_one or memory_reason(runner.size_bytes, len(variants), free_bytes)
+        one_by_one = next(filter(None, world.gather(reason, "comparing memory")), None)
+        if source.bench.progress.show:
+            names = ", ".join(variant.name for variant in variants)
+            source.bench.progress.announce(
+                f"{learn.steps} steps of {names} from {learn.seeds} seeds take about {estimated_s:.0f} s"
+                + (f", one contestant after the other: {one_by_one}" if one_by_one else "")
+            )
+        start_s = time.perf_counter()
+        records = runner.measure(variants, one_by_one=one_by_one is not None)
     took_s = max(world.gather(time.perf_counter() - start_s, "comparing times"))
     return LearnedRank(records, estimated_s=estimated_s, took_s=took_s, one_by_one=one_by_one)
 
 
-def memory_reason(size_bytes: int, count: int, free_bytes: int | None) -> str | None:
+def memory_reason(size_bytes: int, count: int, free_bytes: int) -> str | None:
     """Return why `count` models of this size do not fit into the free memory of a rank at once, or None."""
-    if free_bytes is None or size_bytes * count <= MEMORY_SHARE * free_bytes:
+    if size_bytes * count <= MEMORY_SHARE * free_bytes:
         return None
     return (
         f"{count} models with their optimizers take about {size_bytes * count / 2**30:.1f} GiB on a rank, which has "
@@ -251,17 +284,12 @@ def memory_reason(size_bytes: int, count: int, free_bytes: int | None) -> str | 
     )
 
 
-def free_memory_bytes(device: torch.device, ranks: int) -> int | None:
-    """Return this rank's share of the free memory of its device; None if it is not known."""
+def free_memory_bytes(device: torch.device, ranks: int) -> int:
+    """Return this rank's share of the free memory of its device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kib is None else kib * 1024 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return available_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def learn_rank(

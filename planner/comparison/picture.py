@@ -58,11 +58,14 @@ def curves_text(learned: Learned, title: str, measured: str) -> str:
     ]
     sources = {
         "last loss": "mean over the last tenth of the steps, all ranks and seeds",
+        "end loss": "of the last step, mean over ranks and seeds",
         "against DDP": "mean over seeds of the difference of the last loss from DDP's of the same seed, with its 95 % "
         "interval by Student's t",
         "DDP's own spread": "largest such difference of DDP with sums rounded as in another order",
         "steps to DDP's loss": "until the mean of a twentieth of the steps is as low as DDP's at 90 % of the steps",
-        "time to it": "these steps times the median step, as a share of DDP's",
+        "time to it": "these steps times the step, as a share of DDP's",
+        "metric against DDP": "mean over seeds of the difference after the last step, with its interval; verdicts "
+        "are by it where DDP's own spread of the loss is above the margin",
     }
     return frame_text(f"{title}: what is learnt", "\n".join(body), sources, figures)
 

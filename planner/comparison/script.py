@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from planner.comparison.contestants import MARGIN_PERCENT, SEEDS, Learn, make_contestants, predicted_on
+from planner.comparison.contestants import MARGIN_PERCENT, SEEDS, Learn, check_keeps, make_contestants, predicted_on
 from planner.comparison.learned import Learned, summarize_learned
 from planner.comparison.learners import ScriptSource
 from planner.comparison.learning import learn_all
@@ -29,7 +29,7 @@ from planner.jobs.job import find_job
 from planner.jobs.training import attribute_user_errors
 from planner.model.problem import make_problem
 from planner.profile.bench import Bench, Progress
-from planner.profile.step import joined
+from planner.profile.step import decided_by_first, joined
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
 from runtime.session.session import Session
@@ -86,6 +86,7 @@ def compare(
     learn: int | None = None,
     seeds: int = SEEDS,
     margin: float = MARGIN_PERCENT,
+    on: str | None = None,
     metric: Callable[[nn.Module], float] | None = None,
 ) -> Comparison:
     """Measure no communication, DDP, its hooks and a plan in interleaved blocks, with the step of a running script; or,
@@ -112,6 +113,7 @@ def compare(
         seeds: number of times that they do so; seed s has batches from s · `learn` on, and random generators of its
             own.
         margin: percentage of DDP's last loss within which the plan learns as DDP does.
+        on: cluster for whose predicted steps times are shown; it takes `profile`.
         metric: (model in evaluation mode) → number, after the last step.
 
     Returns:
@@ -125,7 +127,11 @@ def compare(
     """
     asked = _asked or _of_call(session, plan, profile, as_names(strategies), check_rounds(steps, rounds), timeout_s)
     if _asked is None and learn is not None:
-        asked = replace(asked, learn=Learn(steps=learn, seeds=seeds, margin_percent=margin), plans={PLAN: asked.plan})
+        learned = Learn(steps=learn, seeds=seeds, margin_percent=margin, on=on)
+        asked = replace(asked, learn=learned, plans={PLAN: asked.plan})
+    elif _asked is None and (seeds, margin, on) != (SEEDS, MARGIN_PERCENT, None):
+        raise InputError("planner.compare: found seeds, margin or on without learn, expected learn=STEPS, too; add it")
+    keeps = plan if isinstance(plan, str | Path) and learn is not None and _asked is None else None
     if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
     if not session.optimizers:
@@ -151,8 +157,11 @@ def compare(
             mine = measure_all(VariantRunner(trained, bench, asked.timeout_s), lineup, asked.rounds)
             comparison = summarize(world.gather(mine, "collecting what ranks measured"))
         else:
+            if keeps is not None:
+                decided_by_first(world, lambda: check_keeps(str(keeps), asked.plan), "looking at the plan's file")
             plans = {name: replace(one, shares=None) for name, one in asked.plans.items()}
-            contestants = make_contestants(plans, problem, asked.strategies)
+            begun = session.step > 0
+            contestants = make_contestants(plans, problem, asked.strategies, asked.learn.steps, begun=begun)
             predicted = predicted_on(asked.learn.on, asked.profile, contestants)
             learnt = learn_all(
                 ScriptSource(trained, bench, asked.timeout_s, asked.learn.steps), contestants, asked.learn
@@ -161,9 +170,8 @@ def compare(
             comparison = summarize_learned(gathered, asked.learn, predicted)
     if _asked is not None:
         raise _Answered(comparison)
-    if isinstance(comparison, Learned) and isinstance(plan, str | Path) and session._world.rank == 0:
-        measured = comparison.measured(PLAN, Path(sys.argv[0]).name or "script")
-        replace(asked.plan, accuracy_measured=measured).save(plan)
+    if isinstance(comparison, Learned) and keeps is not None and session._world.rank == 0:
+        comparison.measured(asked.plan, PLAN, Path(sys.argv[0]).name or "script").save(keeps)
     return comparison
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,7 @@ class TrainedScript(Trained):
             )
         if isinstance(loss, Tensor):
             return float(loss.detach()) if loss.numel() == 1 else None
-        return float(loss) if isinstance(loss, int | float) else None
+        return float(loss) if isinstance(loss, numbers.Real) else None
 
     def metric(self) -> float | None:
         """Return the script's metric, or None if it has none."""

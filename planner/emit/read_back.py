@@ -5,6 +5,8 @@ from __future__ import annotations
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import BY_NAME
 from planner.model.problem import Problem
+from planner.search.owners import best_owners
+from planner.search.partition import partition_of
 from runtime.errors import InputError
 from runtime.plan import Plan, PlanBucket
 
@@ -30,7 +32,15 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
     if odd := next((name for name in plan.gradients if name not in index), None):
         raise InputError(f"found no gradient {odd!r} in the profile, expected the profile that the plan was made from")
-    return Schedule(buckets=tuple(_bucket(problem, bucket, index) for bucket in plan.buckets))
+    # Owners are as they would be planned there, on any number of ranks.
+    norms, operator = (plan.updates.norms, plan.updates.operator) if plan.updates else (None, None)
+    shared = norms is not None and norms.shares is not None and problem.norm_layers
+    found = best_owners(problem) if operator is not None and operator.owners else None
+    return Schedule(
+        buckets=tuple(_bucket(problem, bucket, index) for bucket in plan.buckets),
+        norms=partition_of(problem).owners if shared else None,
+        operators=None if found is None else found.shares,
+    )
 
 
 def _bucket(problem: Problem, bucket: PlanBucket, index: dict[str, int]) -> Bucket:

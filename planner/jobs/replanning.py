@@ -7,9 +7,9 @@
 - Contention and the costs of selecting are the old profile's, if it is given: both are about the machines, and
   measuring them takes steps of its own.
 
-Class and interface of plans stay what they are: an exact plan is followed by an exact one, a drop-in one by one that is
-drop-in. With a lossy plan, readiness as measured holds some of the time that selecting took, so that the new plan's
-prediction is a little too long.
+Class, interface and compression of plans stay what they are: an exact plan is followed by an exact one, a drop-in one
+by one that is drop-in, low rank by low rank. With a lossy plan, readiness as measured holds some of the time that
+selecting took, so that the new plan's prediction is a little too long.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from planner.documents.profile import (
     Sample,
     load_profile,
 )
+from planner.model.codecs import BY_NAME
 from planner.profile.bench import Bench, fit
 from planner.profile.compute import RankTimes, busy_times_us, combine, matrix_of, rank_times
 from planner.profile.links import Limits, measure_queued
@@ -146,8 +147,10 @@ def replan(
             trial = session._monitor.trial
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
             allowed = plan_of_run.interfaces if allow is None else allow
-            first = plan_of_run.from_step
-            found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed, from_step=first)
+            found = optimize(
+                measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed, from_step=plan_of_run.from_step,
+                compress=compress_of(plan_of_run) if passes == DEFAULT_PASSES else None,
+            )  # fmt: skip
             return replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
@@ -157,6 +160,12 @@ def replan(
     if switch:
         session.switch(plan, at_step)
     return plan
+
+
+def compress_of(plan: Plan) -> str | None:
+    """Return what a plan does to buckets, as the option `compress` names it; None: nothing."""
+    codecs = (BY_NAME.get(bucket.compressor.name) for bucket in plan.buckets)
+    return ",".join(sorted({codec.option for codec in codecs if codec is not None})) or None
 
 
 def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tuple[Profile | None, RankSteps]:

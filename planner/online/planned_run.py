@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from planner.documents.profile import Profile
@@ -18,7 +19,7 @@ from planner.online.trying import FEWEST_ROUNDS
 from planner.profile.request import LOGGER, heard
 from runtime.errors import CacheWarning, PlannerError
 from runtime.monitor.verdict import BLOCK_STEPS
-from runtime.plan import Plan
+from runtime.plan import CompressorSpec, Plan
 from runtime.session.session import Session
 
 T = TypeVar("T")
@@ -77,8 +78,8 @@ class PlannedRun:
         """Step with the present plan over that with the first one, by those trials whose difference is beyond noise."""
         self.exact_ratio = 1.0
         """The same of the last exact plan."""
-        self.harmed: set[str] = set()
-        """Gradients of buckets that the guard has sent otherwise: no later plan encodes them."""
+        self._planned: dict[tuple[str, ...], CompressorSpec] = {}
+        """Gradients of each bucket that the guard sends otherwise → its planned form."""
         self.has_changed = False
         """Whether a trial has ended with another plan."""
 
@@ -126,16 +127,26 @@ class PlannedRun:
         if self.next is not None or len(guarded.buckets) != len(self.present.buckets):
             return
         changed = [
-            after.gradients
+            (before, after)
             for before, after in zip(self.present.buckets, guarded.buckets, strict=True)
             if before.gradients == after.gradients and before.compressor != after.compressor
         ]
+        restored = [one.gradients for _, one in changed if self._planned.get(one.gradients) == one.compressor]
+        for before, _ in changed:
+            self._planned.setdefault(before.gradients, before.compressor)
+        for gradients in restored:
+            del self._planned[gradients]
+        if harmful := len(changed) - len(restored):
+            self.tell(f"{pluralize(harmful, 'bucket')} did harm, and are sent otherwise: no later plan narrows them")
+        if restored:
+            self.tell(f"{pluralize(len(restored), 'bucket')} that did harm are compressed as planned again")
         if changed:
-            self.harmed.update(*changed)
-            self.tell(
-                f"{pluralize(len(changed), 'bucket')} did harm, and are sent otherwise: no later plan narrows them"
-            )
             self.present = guarded
+
+    @property
+    def harmed(self) -> set[str]:
+        """Return the gradients of buckets that the guard sends otherwise: no later plan encodes them."""
+        return set(chain.from_iterable(self._planned))
 
     def make_exact(self) -> None:
         """Switch to the exact plan that the present one was tried against: bounded steps time no whole gradients."""

@@ -27,6 +27,7 @@ from planner.report.tables import (
 )
 from planner.report.tracks import MEASURED, Track, plan_tracks
 from runtime.plan import Plan, PlanBucket
+from runtime.plan.executed import cost_line
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import ScalingPoint
 
@@ -82,7 +83,8 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
     if measured is not None:
         sources["measured step"] = _measured_text(measured) + (f", from {measured_from}" if measured_from else "")
     sources["units"] = "ms are milliseconds; KiB and MiB are 1024 and 1024² bytes; predicted times are those of a model"
-    listed = "\n".join(f"<li>{escape(note)}</li>" for note in (*interface_lines(plan), *plan.notes))
+    notes = (*interface_lines(plan), *filter(None, [cost_line(plan)]), *plan.notes)
+    listed = "\n".join(f"<li>{escape(note)}</li>" for note in notes)
     return frame_text(
         f"{shorten(plan.model.name, NAME_WIDTH)} on {pluralize(plan.world.ranks, 'rank')}{nodes}: the plan explained",
         "\n".join(

@@ -30,9 +30,9 @@ from planner.report.fsdp2_tables import wrapping_lines, wrapping_listings
 from planner.report.listing import Listing, print_tables, step_rows
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
+from runtime.plan.executed import cost_line
 from runtime.plan.interfaces import INTERFACES
 from runtime.plan.measured import MeasuredStep
-from runtime.plan.measured_accuracy import cost_line
 
 SHOWN_BUCKETS = 1000
 """Largest number of rows on the terminal."""
@@ -269,7 +269,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool, more: Iterable[st
     print_tables(*tables, console=console)
     lines = [*filter(None, (*said, "" if plan.phases else certificate_text(plan)))]
     lines += [f"- {sanitize(note, SENTENCE_CHARACTERS)}" for note in plan.notes]
-    lines += filter(None, [cost_line(plan.accuracy, plan.accuracy_measured)])
+    lines += filter(None, [cost_line(plan)])
     if buckets:
         lines += [*slack_lines(plan), *loading_lines(plan)]
         sources = (plan.sources or {}).items()

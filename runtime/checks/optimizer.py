@@ -21,7 +21,7 @@ from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer, inner_optimizers
 from runtime.optimizers.units import operator_of
 from runtime.pages import page
 from runtime.plan import Plan
-from runtime.plan.measured_accuracy import cost_line
+from runtime.plan.executed import accuracy_of, cost_line
 
 
 def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -146,7 +146,7 @@ def check_owner(model: nn.Module, given: object) -> str | None:
 
 def warn_of_selection(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn where a plan whose cost was not measured selects elements for an optimizer that divides by their size."""
-    if plan.accuracy_measured is not None:
+    if accuracy_of(plan) is not None:
         return
     optimizer = next((one for one in optimizers if isinstance(one, ADAPTIVE)), None)
     selected = sum(bucket.transport.sparse for bucket in plan.buckets)
@@ -164,8 +164,9 @@ def warn_of_cost(plan: Plan) -> None:
     """Warn of what a plan costs in accuracy, unless it was measured to learn as DDP does, or is one whose buckets ended
     within DDP's own spread in the project's tasks: exact ones, and narrow dtypes.
     """
-    measured = plan.accuracy_measured
     risky = plan.accuracy == "relaxed" or any(b.transport.sparse or b.compressor.rank for b in plan.buckets)
+    measured = accuracy_of(plan) if risky else None
     if risky and (measured is None or measured.verdict not in ("as ddp", "better")):
-        line = cost_line(plan.accuracy, measured)
-        warnings.warn(f"{line}; {page('concepts/accuracy')} has what is known", AccuracyCostWarning, stacklevel=3)
+        warnings.warn(
+            f"{cost_line(plan)}; {page('concepts/accuracy')} has what is known", AccuracyCostWarning, stacklevel=3
+        )

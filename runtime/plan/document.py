@@ -380,6 +380,12 @@ class Plan(Document):
         dense = self.with_dense_buckets()
         return replace(dense, accuracy="exact", from_step=None, fallback=None, predicted=None)
 
+    @property
+    def first_steps(self) -> int:
+        """Return the number of exact steps that a run begins with."""
+        warm_ups = [mode.warmup_steps for mode in (self.delay, self.outer) if mode is not None]
+        return max([self.from_step or 0, *warm_ups])
+
     def without_first_steps(self) -> Plan:
         """Return the plan of its later steps alone: those that its prediction is for (for measuring)."""
         delay = None if self.delay is None else replace(self.delay, warmup_steps=0)

@@ -18,6 +18,7 @@ from runtime.plan.document import (
     UpdatePlan,
 )
 from runtime.plan.fully_sharded import FullyShardPlan
+from runtime.plan.measured_accuracy import AccuracyMeasured
 
 USUAL_OPTIONS = {
     "selector": "exact", "error_feedback": True, "rounding": "nearest", "links": "all", "block": 256,
@@ -55,6 +56,29 @@ def executed_part(plan: Plan) -> Plan:
         phase_order=order,
         updates=_executed_updates(plan),
     )
+
+
+def executed_digest(plan: Plan) -> str:
+    """Return the digest of the executed part of a plan, whatever its fallback is."""
+    return executed_part(replace(plan, fallback=None)).digest()
+
+
+def accuracy_of(plan: Plan) -> AccuracyMeasured | None:
+    """Return what was measured of a plan as it is; None: nothing, or before what it executes was changed."""
+    measured = plan.accuracy_measured
+    return measured if measured is not None and measured.executed == executed_digest(plan) else None
+
+
+def cost_line(plan: Plan) -> str | None:
+    """Return what a plan costs in accuracy, as text; None for an exact plan that was not measured."""
+    if (measured := accuracy_of(plan)) is not None:
+        return f"accuracy: measured, {measured}"
+    if plan.accuracy == "exact":
+        return None
+    what = "not measured on this job"
+    if plan.accuracy_measured is not None:
+        what = "measured before the plan was changed, not since"
+    return f"accuracy: {what} (planner compare JOB --learn STEPS)"
 
 
 def executed_bucket(bucket: PlanBucket) -> PlanBucket:

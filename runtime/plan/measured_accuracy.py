@@ -11,6 +11,7 @@ from runtime.plan.strict_json import Name, PositiveCount, Ranks, Record
 
 LearnedVerdict = Literal["as ddp", "worse", "better", "not known"]
 """Comparison of the last loss with DDP's, by the interval of the paired difference over seeds against ± a margin."""
+JudgedBy = Literal["loss", "metric"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +40,21 @@ class AccuracyMeasured(Record):
     """Steps until the loss that DDP has at 90 % of its steps; None: not reached."""
     time_to_ddp_loss: float | None = None
     """Time until that loss, as a share of DDP's."""
+    metric: float | None = None
+    """The job's evaluation metric after the last step, mean over ranks and seeds."""
+    metric_against_ddp: float | None = None
+    """Mean over seeds of the difference from DDP's metric, in its own unit."""
+    metric_ci95: tuple[float, float] | None = None
+    judged_by: JudgedBy = "loss"
+    """The figure whose interval gave the verdict."""
+    executed: Annotated[str, Field(pattern=r"^sha256:")] | None = None
+    """Digest of what the measured plan executes: see `runtime.plan.executed.executed_digest`."""
 
     def __str__(self) -> str:
         told = {"as ddp": "as DDP", "worse": "worse than DDP", "better": "better than DDP", "not known": "not known"}
         trained = f"after {self.steps} steps, {self.seeds} seed{'s'[: self.seeds > 1]}, on {self.ranks} ranks"
         loss = "loss not finite" if self.against_ddp is None else f"last loss {self.against_ddp:+.2%}"
         around = "" if self.ci95 is None else f" ({self.ci95[0]:+.2%} to {self.ci95[1]:+.2%})"
-        return f"{told[self.verdict]}: {loss}{around} {trained} of {self.job}"
-
-
-def cost_line(accuracy: str, measured: AccuracyMeasured | None) -> str | None:
-    """Return what a plan of a class costs in accuracy, as text; None for an exact plan that was not measured."""
-    if measured is None:
-        return None if accuracy == "exact" else "accuracy: not measured on this job (planner compare JOB --learn STEPS)"
-    return f"accuracy: measured, {measured}"
+        metric = "" if self.metric_against_ddp is None else f", metric {self.metric_against_ddp:+.4g}"
+        by = f"{self.judged_by} by a margin of {100.0 * self.margin:g} %"
+        return f"{told[self.verdict]}: {loss}{around}{metric} {trained} of {self.job}, judged by the {by}"

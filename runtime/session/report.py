@@ -22,9 +22,9 @@ from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.optimizers.planned_operators import OperatorReport
 from runtime.plan import NO_COMPRESSION, ModelReference, Plan
+from runtime.plan.executed import cost_line
 from runtime.plan.last_ranks import MessageArrival, RankArrival
 from runtime.plan.measured import MeasuredStep
-from runtime.plan.measured_accuracy import cost_line
 from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
@@ -437,7 +437,7 @@ def make_report(
         predicted_us=None if predicted is None else predicted.iteration_us,
         buckets=tuple(_buckets(plan, predicted, middle, recorder.clock, samples or {}, sends)),
         interfaces=plan.interfaces,
-        accuracy=cost_line(plan.accuracy, plan.accuracy_measured),
+        accuracy=cost_line(plan),
         # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
         cause=_cause(plan, list(recorder.steps), recorder.clock, in_run=in_run) if kind == (1, 1) else None,
     )  # fmt: skip

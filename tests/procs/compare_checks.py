@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from compare_script import Training, plan_document
 from torch import Tensor, nn
@@ -123,3 +125,42 @@ def attach_and_report(documents: dict[str, dict[str, Any]]) -> dict[str, tuple[l
         found[name] = texts, "\n".join(line.strip() for line in report.splitlines() if "accuracy:" in line)
         training.session.detach()
     return found
+
+
+def refuse_to_learn(file: str) -> dict[str, str]:
+    """What is said of steps that nothing can be learnt from; after each, training is where it was, and continues."""
+    training = Training(planner.parse_plan(plan_document()))
+    training.step(training.model)
+
+    def broken(model: nn.Module, number: int, at: int = 8, *, plain: bool = False) -> Tensor:
+        if number == at and (model is training.model) == plain:
+            raise ZeroDivisionError("of the script")
+        return training.step(model)
+
+    def silent(model: nn.Module, number: int) -> None:
+        training.step(model)
+
+    def constant(model: nn.Module, number: int) -> object:
+        training.step(model)
+        return np.float32(0.0)
+
+    asked: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+        "DDP": (broken, LEARN), "plan": (lambda model, number: broken(model, number, plain=True), LEARN),
+        "estimate": (lambda model, number: broken(model, number, 3), LEARN), "silent": (silent, LEARN),
+        "constant": (constant, LEARN), "phase": (broken, LEARN | {"plan": f"{file}@0"}),
+        "phases": (broken, LEARN | {"plan": file}), "seeds": (training.step, {"seeds": 2}),
+    }  # fmt: skip
+    said = {}
+    for name, (step, options) in asked.items():
+        before = _state(training)
+        try:
+            training.compare(step, **options)
+        except InputError as error:
+            said[name] = str(error)
+        assert all(map(torch.equal, before, _state(training))), name
+        training.step(training.model)
+    training.compare(lambda model, number: training.step(model), plan=f"{file}.one", **LEARN)
+    everyone = training.session._world.gather(_state(training), "comparing weights")
+    assert all(map(torch.equal, everyone[0], everyone[1]))
+    training.session.detach()
+    return said

@@ -138,3 +138,22 @@ def exploding() -> TrainingJob:
 def constant() -> TrainingJob:
     """The loss does not change."""
     return _learner(loss=lambda model, batch: (model(batch) * 0.0).sum() + 1.0)
+
+
+class Squared(nn.Linear):
+    """A forward that torch compiles as one graph."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Shape (batch, 8) to (batch, 8)."""
+        return super().forward(inputs).square()
+
+
+def compiled() -> TrainingJob:
+    """Compiled; the metric is the number of runs of the model's compiled graphs."""
+    runs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        return lambda *inputs: [runs.append(graph), graph.forward(*inputs)][1]
+
+    model = Squared(8, 8)
+    return _learner(model=model, compile={"backend": backend}, metric=lambda model: float(len(runs)))

@@ -14,7 +14,8 @@ from commands import ended, result
 from compare_script import plan_document
 
 from planner.jobs.launch import LocalWorld, run_ranks
-from runtime.plan import load_plan
+from runtime.plan import load_plan, parse_plan
+from runtime.plan.executed import executed_digest
 
 JOB = f"{compare_jobs.__file__}:"
 SENT = {
@@ -57,6 +58,15 @@ def test_exact_plans_learn_as_ddp_and_others_are_judged(tmp_path: Path) -> None:
     assert " ".join(f"accuracy: measured, {kept}".split()) in " ".join(text.split())
 
 
+def test_each_contestant_is_compiled_as_the_job_is(tmp_path: Path) -> None:
+    """In each of more starts than torch compiles models of one class by default."""
+    bucket = {"gradients": ["bias", "weight"], **SENT["exact"]}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_document(buckets=[bucket])), encoding="utf-8")
+    rows = result("compare", f"{JOB}compiled", "--plan", str(path), "--learn", "10", "--seeds", "4")
+    assert [row["metric"] for row in rows] == [10.0, 10.0, 10.0]
+
+
 def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
     """Of model, optimizer and step; one of another model is named."""
     model = compare_jobs.learner().model
@@ -74,6 +84,7 @@ def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
     code, _, errors = ended("compare", f"{JOB}learner", *short, "--from", other)
     assert code == 2
     assert "other.pt" in errors
+    assert "Missing key(s) in state_dict" in errors
     assert "expected a checkpoint of" in errors
 
 
@@ -87,8 +98,9 @@ def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_jobs_that_cannot_be_compared_are_named(job: str, message: str, tmp_path: Path) -> None:
+    """In the first of many starts."""
     plan = written(tmp_path, "exact")
-    code, _, errors = ended("compare", f"{JOB}{job}", "--plan", plan, "--learn", "10", "--seeds", "1")
+    code, _, errors = ended("compare", f"{JOB}{job}", "--plan", plan, "--learn", "10", "--seeds", "1000")
     assert code == 2
     assert message in errors
     assert load_plan(plan).accuracy_measured is None
@@ -159,17 +171,20 @@ def test_attach_and_report_name_the_cost_of_a_lossy_plan() -> None:
     }  # fmt: skip
     exact = plan_document()
     topk = exact | {"accuracy": "bounded", "buckets": [bucket | SENT["topk"] for bucket in exact["buckets"]]}
+    measured["executed"] = executed_digest(parse_plan(topk))
     plans = {
         "exact": exact,
         "int8": exact | {"accuracy": "bounded", "buckets": [bucket | SENT["int8"] for bucket in exact["buckets"]]},
         "topk": topk,
         "worse": topk | {"accuracy_measured": measured | {"verdict": "worse"}},
         "as ddp": topk | {"accuracy_measured": measured | {"verdict": "as ddp"}},
+        "changed": topk | {"from_step": 9, "accuracy_measured": measured | {"verdict": "as ddp"}},
     }
     first, second = run_ranks(LocalWorld(ranks=2), compare_checks.attach_and_report, plans)
-    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse"}
+    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse", "changed"}
     assert not any(texts for texts, _ in second.values())
     assert "accuracy: not measured on this job" in first["topk"][0][0]
+    assert "accuracy: measured before the plan was changed, not since" in first["changed"][0][0]
     assert "worse than DDP: last loss +9.00% (+8.00% to +10.00%) after 300 steps" in first["worse"][0][0]
     assert first["exact"][1] == ""
     assert "not measured on this job" in first["int8"][1]
@@ -187,3 +202,21 @@ def test_a_script_goes_on_as_if_nothing_had_been_learnt() -> None:
     assert list(found["sharded"]) == ["ddp", "ddp:order", "plan"]
     assert all(abs(away) < 1e-5 for away in found["sharded"].values())
     assert set(found["lossy"]) == {"ddp", "ddp:order", "plan"}
+
+
+def test_a_script_that_cannot_learn_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    """Weights, optimizer and session are as before, and DDP's hooks are gone, wherever its step fails."""
+    file = tmp_path / "plan.json"
+    phases = [{"plan": plan_document(), "until_step": 5}, {"plan": plan_document()}]
+    file.write_text(json.dumps(plan_document(buckets=[], phases=phases)), encoding="utf-8")
+    one = tmp_path / "plan.json.one"
+    one.write_text(json.dumps(plan_document()), encoding="utf-8")
+    said = run_ranks(LocalWorld(ranks=2), compare_checks.refuse_to_learn, str(file))[0]
+    assert all("ZeroDivisionError" in said[name] for name in ("DDP", "plan", "estimate"))
+    assert "step(model): found no loss with ddp in step 1, expected a number" in said["silent"]
+    assert "found the same loss, 0, in all 10 steps with DDP" in said["constant"]
+    assert "plan.json@0, one phase of a plan, expected a plan with a file of its own" in said["phase"]
+    assert "plan.json: found a plan in 2 phases" in said["phases"]
+    assert "found seeds, margin or on without learn" in said["seeds"]
+    assert load_plan(one).accuracy_measured is not None
+    assert {*tmp_path.iterdir()} == {file, one}

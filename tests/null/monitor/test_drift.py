@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import planner
 import runtime
 from planner.documents.profile import Contention, parse_profile
-from planner.jobs.replanning import find_straggler, without_contention
+from planner.jobs.replanning import compress_of, find_straggler, without_contention
 from planner.profile.compute import RankTimes
 from runtime.comm.world import World
 from runtime.errors import DriftWarning, InputError
@@ -33,7 +33,7 @@ from runtime.monitor.drift import (
 )
 from runtime.monitor.recorder import Recorder, StepMarks
 from runtime.monitor.verdict import Verdict
-from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.predicted import PredictedTask, Prediction
 from runtime.session.report import make_report
 
@@ -385,3 +385,9 @@ def test_a_report_names_the_cause_of_a_wrong_prediction_after_its_first_line(
     assert first.startswith("rank 0 of 1, 10 steps")
     assert second.startswith("  forward" if words is None else f"  {words}")
     assert "profile again" in second or words is None
+
+
+def test_a_plan_is_followed_by_one_of_the_same_compression() -> None:
+    for names, compress in (((), None), (("wire", "powersgd"), "lowrank,wire"), (("topk", "randomk"), "sparse")):
+        buckets = [PlanBucket(gradients=(name,), compressor=CompressorSpec(name=name)) for name in ("none", *names)]
+        assert compress_of(replace(plan_of(predicted()), buckets=tuple(buckets))) == compress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from planner import optimize
 from planner.online.opening import Opening
 from planner.online.pilot import Pilot
 from planner.online.planned_run import TRIAL_STEPS
-from runtime.plan import Plan
+from runtime.plan import CompressorSpec, Plan
 
 
 class Recorder:
@@ -74,3 +75,20 @@ def test_what_planning_has_brought_and_cost(trials: int, ratio: float, decided: 
     run.has_changed = trials < 0
     found._candidates.decided = decided
     assert found.summary(ended=False) == f"{words}; planning cost 0.2 s"
+
+
+def test_a_bucket_that_the_guard_restores_does_no_harm_again() -> None:
+    """It is reported as restored, and later plans may encode it."""
+    found, session = pilot()
+    run, first = found._run, PLAN.buckets[0]
+    narrow = replace(first, compressor=CompressorSpec(name="wire", dtype="int8"))
+    bounded = replace(PLAN, accuracy="bounded", buckets=(narrow, *PLAN.buckets[1:]))
+    run.present = bounded
+    for plan, harmed, said in (
+        (replace(bounded, buckets=PLAN.buckets), {*first.gradients}, "did harm, and are sent otherwise"),
+        (bounded, set(), "compressed as planned again"),
+    ):
+        session.plan = plan
+        run.take_guarded()
+        assert (run.present, run.harmed) == (plan, harmed)
+        assert said in run.story[-1]
