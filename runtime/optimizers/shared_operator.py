@@ -57,6 +57,8 @@ class SharedOperator:
         self._gathers: list[list[Tensor]] = []
         self._forms: dict[Tensor, Result | None] = {}
         """Form of each known result; None: the step does not call the operator for the parameter, or not alike."""
+        self._stays = False
+        """Whether ranks have found that every one of them has to compute all."""
         self._callers: dict[Tensor, bool] = {}
         """Whether the step calls the operator for a parameter, of those that were timed."""
         self._splits: dict[tuple[Tensor, ...], Split] = {}
@@ -76,21 +78,22 @@ class SharedOperator:
         order of the step's calls.
         """
         clock, steps = self._clock, list(self._marks)
-        if clock is None or not steps:
+        if clock is None or not steps or self._stays:
             return {}
         last = steps[-1]
         times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
         return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
 
     def share(self, owners: Mapping[Tensor, int], gathers: Iterable[Sequence[Tensor]]) -> None:
-        """Share from the next step on; all ranks call this alike.
+        """Share from the next step on, unless ranks have found that they cannot; all ranks call this alike.
 
         Args:
             owners: rank that computes the operator, by parameter; every rank computes those of others.
             gathers: parameters of each message, in launch order.
         """
         self.close()
-        self._owners, self._gathers = dict(owners), [list(one) for one in gathers]
+        self._owners = {} if self._stays else dict(owners)
+        self._gathers = [list(one) for one in gathers]
         self._splits.clear()
 
     @property
@@ -305,7 +308,7 @@ class SharedOperator:
         if problem is None:
             self._forms.update((p, form) for p, (_, form, *_) in zip(expected, calls, strict=True))
             return
-        self._owners, self._gathers = {}, []
+        self._owners, self._gathers, self._stays = {}, [], True
         self._world.warn(
             f"the operator of {self._what} stays on every rank: {problem}; expected operator(self, matrix, group) to "
             f"be called once for each parameter with a gradient, to read these alone, and to write nothing",

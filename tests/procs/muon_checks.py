@@ -350,10 +350,13 @@ def fallbacks(ranks: int) -> dict[str, list[str]]:
     for kind in (PerRank, Backwards):
         model = Mixer()
         made = optimizers(model, kind)
-        session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+        plain = plan_of(model, ranks)
+        session = planner.attach(model, made, shared(plain, owners_of(ranks)))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             train(model, model, made, steps=3)
+            session.switch(shared(plain, {"up.weight": 0}))  # as a trial does
+            train(model, model, made, first=3, steps=1)
         session.detach()
         found[kind.__name__] = [str(one.message) for one in seen if one.category is runtime.FallbackWarning]
     return found
