@@ -37,8 +37,10 @@ TIMED_STEPS = 8
 
 @dataclass(frozen=True)
 class Result:
-    """Form of an operator's result, which ranks have compared."""
+    """Form of an operator's result, and of its matrix, which ranks have compared."""
 
+    matrix: tuple[int, ...]
+    """Shape of what the step gives to the operator; a parameter may have another one."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -138,12 +140,12 @@ class SharedOperator:
         def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
             parameter = next(calls, None)
             form = None if parameter is None else self._forms[parameter]
-            if parameter is None or (parameter in pending and tuple(matrix.shape) != tuple(parameter.shape)):
+            if parameter is None or form is None or (parameter in pending and tuple(matrix.shape) != form.matrix):
                 raise InputError(
                     f"{self._what}: found a call of its operator with a matrix of shape {tuple(matrix.shape)} that "
                     f"steps before did not make; expected one for each parameter, in the order of param_groups"
                 )
-            if parameter not in pending or form is None:
+            if parameter not in pending:
                 return self._operator.compute(matrix, group)
             sent, place = pending[parameter]
             return sent.wait_each()[place]
@@ -202,9 +204,11 @@ class SharedOperator:
         return found
 
     def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
-        """Return the form of the result of a parameter that each rank trains by itself; the others do not take part."""
-        found = self.run_one(parameter, group, self._operator.compute)
-        return None if found is None else Result(tuple(found.shape), found.dtype)
+        """Return a form for a parameter that each rank trains by itself: nothing is sent of its result, so that of the
+        matrix does.
+        """
+        found = self.run_one(parameter, group, lambda matrix, _: matrix)
+        return None if found is None else Result(tuple(found.shape), tuple(found.shape), found.dtype)
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -269,7 +273,8 @@ class SharedOperator:
             before, version = _digest(matrix, group), matrix._version
             result = self._operator.compute(matrix, group)
             writes = matrix._version != version and matrix.untyped_storage().data_ptr() in state
-            calls.append((before, Result(tuple(result.shape), result.dtype), _digest(result), writes))
+            form = Result(tuple(matrix.shape), tuple(result.shape), result.dtype)
+            calls.append((before, form, _digest(result), writes))
             return result
 
         self._open.enter_context(self._operator.replaced(observe))

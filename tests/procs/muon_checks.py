@@ -96,7 +96,17 @@ class Whitened(Optimizer):
                 parameter.mul_(1.0 - group["lr"] * group["decay"])
                 buffer.mul_(group["momentum"]).add_(parameter.grad)
                 update = parameter.grad.add_(buffer, alpha=group["momentum"])
-                parameter.add_(self.operator(update, group), alpha=-group["lr"])
+                parameter.add_(self.whitened(update, group), alpha=-group["lr"])
+
+    def whitened(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return self.operator(update, group)
+
+
+class Transposed(Whitened):
+    """Gives its operator matrices of another shape than the parameters'."""
+
+    def whitened(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return self.operator(update.mT, group).mT
 
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -235,6 +245,7 @@ def everything() -> dict[str, Any]:
             "closures": as_ddp(muon, closures=True),
             "closures, own": as_ddp(MAKERS["own"], closures=True),
             "own matrix": as_ddp(muon, kind=WithExpert),
+            "transposed": as_ddp(Transposed),
             "accumulated": as_ddp(muon, every=2),
             "scaled": as_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
             "50 steps": as_ddp(muon, steps=50),
