@@ -9,7 +9,7 @@ slow each other down, messages are counted as slowed throughout, and compute whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -288,6 +288,19 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
 def updated_by(costs: OperatorCosts, shares: OperatorShares | None) -> float:
     """Return the time of the update with these shares; None: every rank computes all."""
     return costs.unshared_us if shares is None else costs.update(shares).update_us
+
+
+def shares_of(
+    problem: Problem, owners: Mapping[str, int] | None, messages: Sequence[Sequence[str]]
+) -> OperatorShares | None:
+    """Return the shares that a plan has by name; None without owners, or where one is of no operator of the problem."""
+    costs = operator_costs(problem)
+    if costs is None or not owners or not owners.keys() <= set(costs.names):
+        return None
+    place = {name: matrix for matrix, name in enumerate(costs.names)}
+    return OperatorShares(
+        tuple(owners.get(name, -1) for name in costs.names), tuple(tuple(place[n] for n in one) for one in messages)
+    )
 
 
 def by_message(costs: OperatorCosts, owners: Sequence[int], message: Sequence[int]) -> OperatorShares:

@@ -253,6 +253,7 @@ def everything() -> dict[str, Any]:
         found["switched"] = switched(ranks)
         found["resumed"] = resumed(ranks)
     found["newton_schulz"] = newton_schulz()
+    found["replanned"] = replanned(ranks)
     found["refused"] = refusals(ranks)
     found["fallback"] = fallbacks(ranks)
     return found
@@ -298,6 +299,18 @@ def resumed(ranks: int) -> bool:
     train(other, other, again, first=3, steps=3)
     session.detach()
     return equal(model, other)
+
+
+def replanned(ranks: int) -> bool:
+    """A new plan has the owners of the present one, where no profile says what operators take."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+    train(model, model, made)
+    plan = planner.replan(session)
+    train(model, model, made, first=STEPS, steps=1)
+    session.detach()
+    return plan.updates == UpdatePlan(operator=OperatorPlan(owners=owners_of(ranks)))
 
 
 def newton_schulz() -> bool:
