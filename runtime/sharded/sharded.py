@@ -15,7 +15,7 @@ from runtime.core.exchange import Exchange
 from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks, check_one_dtype
 from runtime.monitor.step_report import StepReport, sum_of
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
-from runtime.optimizers.units import unit_of
+from runtime.optimizers.units import find_unapplied, unit_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import SHARDED
 from runtime.sharded.exchange import ReduceScatter, padded_length
@@ -84,6 +84,8 @@ class Sharded(Mode):
         """
         for optimizer in optimizers or (None,):
             if optimizer is not None and unit_of(optimizer) == "matrix":
+                if (problem := find_unapplied(optimizer)) is not None:
+                    return problem
                 held = {id(one) for group in optimizer.param_groups for one in group["params"]}
                 cut = next((name for name, p in planned.items() if id(p) in held and name not in plan.owners), None)
                 if cut is None:

@@ -73,6 +73,21 @@ class Forgetful(Narrow):
         parameter.add_(update, alpha=-group["lr"])
 
 
+class Skipping(Narrow):
+    """Leaves out its operator for square matrices from its third step on."""
+
+    def whitened(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        if self.calls > 2 and update.shape == (12, 12):
+            return update
+        return super().whitened(update, group)
+
+
+class Unapplied(Whitened):
+    """Does not say how updates are applied."""
+
+    update_dtype = torch.bfloat16
+
+
 OWNED: dict[str, Callable[[Any], Optimizer]] = MAKERS | {"with state": Preconditioned}
 
 
@@ -346,5 +361,17 @@ def refusals() -> dict[str, str]:
         "name": attach({"owners": some | {"no.weight": 0}}),
         "cut": attach({"owners": without}),
         "unknown": attach({}, lambda model: torch.optim.Adafactor(model.parameters())),
+        "unapplied": attach({}, lambda model: optimizers(model, Unapplied)),
         "rounded": attach({"weights": "bfloat16"}, accuracy="bounded"),
+        "skipped": skipped(),
     }
+
+
+def skipped() -> str:
+    """Return what each rank says where the step of one owner leaves out its operator."""
+    model = Mixer()
+    made = optimizers(model, Skipping)
+    session = planner.attach(model, made, owned(model, 2, everything=False))
+    said = raised(lambda: train(model, model, made, steps=4, clip=None))
+    session.detach()
+    return said
