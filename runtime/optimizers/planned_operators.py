@@ -73,6 +73,13 @@ class PlannedOperators:
                 [[self._parameters[name] for name in message] for message in messages if message],
             )
 
+    def begin_step(self) -> None:
+        """End what a step that raised has left, for torch calls no hook then: the step of any optimizer begins, also of
+        one that is not attached, whose operator may be in the same place.
+        """
+        for shared in self._shared:
+            shared.close()
+
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:

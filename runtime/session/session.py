@@ -246,6 +246,7 @@ class Session:
         self._mode.hooks.before_forward()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._operators.begin_step()
         for mode in self._modes:
             if any(optimizer is one for one in self.optimizers):
                 mode.hooks.begin_step(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -253,6 +254,7 @@ def everything() -> dict[str, Any]:
         found["switched"] = switched(ranks)
         found["resumed"] = resumed(ranks)
     found["newton_schulz"] = newton_schulz()
+    found["raised"] = raised_within(ranks)
     found["replanned"] = replanned(ranks)
     found["refused"] = refusals(ranks)
     found["fallback"] = fallbacks(ranks)
@@ -299,6 +301,20 @@ def resumed(ranks: int) -> bool:
     train(other, other, again, first=3, steps=3)
     session.detach()
     return equal(model, other)
+
+
+def raised_within(ranks: int) -> bool:
+    """After a step that raised, another Muon has torch's own operator."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+    train(model, model, made, steps=2)
+    made[0].param_groups[0]["weight_decay"] = None
+    with suppress(TypeError):
+        made[0].step()
+    found = newton_schulz()
+    session.detach()
+    return found
 
 
 def replanned(ranks: int) -> bool:
