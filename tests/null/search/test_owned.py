@@ -20,7 +20,7 @@ from planner.documents.profile import parse_profile
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_bytes
-from planner.model.owned import loads_us, whole_gradients
+from planner.model.owned import loads_us, whole_gradients, work_us
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.passes.late_gather import best_late
@@ -58,6 +58,17 @@ def test_the_largest_part_decides() -> None:
     assert sum(loads) == pytest.approx(3000.0)
     assert loads[0] - loads[1] == pytest.approx(3000.0 * (sizes[0] + sizes[1]) / sum(sizes))
     assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+
+
+def test_only_parameters_that_are_updated_whole_take_products_of_matrices() -> None:
+    """Not an embedding, of which another optimizer treats every element by itself."""
+    known = document(2, 1)
+    numels = [gradient["numel"] for gradient in known["compute"]["gradients"]]
+    for gradient in known["compute"]["gradients"]:
+        gradient["matrix"] = [gradient["numel"] // 10, 10]
+    matrix_us, embedding_us = work_us(make(known, halves_cluster(HALF, nodes=2)))
+    assert matrix_us / embedding_us == pytest.approx(numels[0] * (numels[0] / 10 + 10) / numels[1])
+    assert matrix_us + embedding_us == pytest.approx(3000.0)
 
 
 def test_updates_that_every_rank_applies_are_half_the_bytes_and_no_owners_work_alone() -> None:
