@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class OperatorCosts:
     """Factor of messages while ranks compute."""
     compute_slowed: float = 1.0
     """Factor of compute while there is a message."""
+    before_us: tuple[float, ...] = ()
+    """Work of an owner before it calls the operator; empty: none."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -88,6 +90,7 @@ class OperatorCosts:
             curve=problem.all_gather.curve,
             slowed=problem.contention.network if problem.contended else 1.0,
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
+            before_us=tuple(listed[name].before_us for name in names),
         )
 
     @property
@@ -98,6 +101,11 @@ class OperatorCosts:
     def replicated_us(self) -> float:
         """Time of the operators if every rank computes all."""
         return sum(self.operator_us)
+
+    @cached_property
+    def owner_us(self) -> tuple[float, ...]:
+        """Time of each operator on its owner."""
+        return tuple(map(sum, zip_longest(self.operator_us, self.before_us, fillvalue=0.0)))
 
     @cached_property
     def unshared_us(self) -> float:
@@ -127,7 +135,7 @@ class OperatorCosts:
         for members, time_us in zip(shares.messages, self.gathers_us(shares), strict=True):
             work_us = [0.0] * self.ranks
             for matrix in members:
-                work_us[shares.owners[matrix]] += self.operator_us[matrix]
+                work_us[shares.owners[matrix]] += self.owner_us[matrix]
             done = [self._computed(*one, gathers) for one in zip(done, work_us, strict=True)]
             start_us = max(network_us, *done)
             network_us = start_us + time_us

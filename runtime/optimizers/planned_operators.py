@@ -134,10 +134,9 @@ class PlannedOperators:
         for shared in self._shared:
             shared.observe(self._clock)
 
-    def times_us(self) -> tuple[torch.optim.Optimizer, dict[str, tuple[float, int]]] | None:
-        """Return the first optimizer whose operator was timed, with time and bytes of each result; None if none was."""
-        found = ((one.optimizer, one.times_us()) for one in self._shared)
-        return next(((optimizer, times) for optimizer, times in found if times), None)
+    def times_us(self) -> dict[torch.optim.Optimizer, dict[str, tuple[float, int]]]:
+        """Return the optimizers whose operator was timed, with time and bytes of each result."""
+        return {one.optimizer: times for one in self._shared if (times := one.times_us())}
 
     def leave(self) -> None:
         """Share nothing any more."""

@@ -216,7 +216,7 @@ class SharedOperator:
     @torch.no_grad()
     def run_one(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor | None:
         """Run the step for one parameter up to its call of the operator; return what `compute` makes of that, or None
-        where it does not call it. Nothing is changed: the step gets copies.
+        where it does not call it. Nothing is changed: the step gets copies of what it writes to.
         """
         optimizer, found = self.optimizer, list[Tensor]()
 
@@ -233,7 +233,8 @@ class SharedOperator:
             optimizer.param_groups = [{**group, "params": [parameter]}]
             if had_state:
                 optimizer.state[parameter] = copy.deepcopy(state)
-            parameter.data, parameter.grad = weights.clone(), gradient.clone()
+            if not self._operator.keeps_inputs:
+                parameter.data, parameter.grad = weights.clone(), gradient.clone()
             with self._operator.replaced(called):
                 plain_step(optimizer)(optimizer)
         except _Called:

@@ -79,6 +79,14 @@ def test_many_matrices_are_planned_in_a_second_and_near_the_bound() -> None:
     assert found.update_us <= found.bound_us * 1.1
 
 
+def test_owners_begin_the_step_anew_for_each_matrix() -> None:
+    costs = random_costs(0, 4, 2)
+    slower = replace(costs, before_us=(7.0,) * 4)
+    shares = by_message(costs, (0, 0, -1, -1), (0,) * 4)
+    assert slower.update(shares).computed_us == pytest.approx(costs.update(shares).computed_us + 14.0)
+    assert slower.unshared_us == costs.unshared_us
+
+
 def problem_of(operator_us: float = 5000.0, **cluster: Any) -> Any:
     """Eight square matrices under Muon on four ranks."""
     machines = cluster_document(**({"line": (50.0, 0.01)} | cluster))
