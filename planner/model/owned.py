@@ -143,6 +143,7 @@ def notes(problem: Problem, owners: Mapping[str, int], *, updates: bool = True) 
     applied = owners.keys() & applied_bytes(problem).keys() if updates else ()
     gathered = f"; updates of {len(applied)} are gathered in place of weights" if applied else ""
     return [
-        f"each of {pluralize(len(owners), 'whole parameter')} is updated by its owner, which alone has its state: the "
-        f"longest share takes {ms(max(loads))} of {ms(problem.update_us)}, at least {ms(least_us)}{guessed}{gathered}"
+        f"each of {pluralize(len(owners), 'whole parameter')} is updated by its owner, which alone has its state (of "
+        f"each rank estimated by elements): the longest share takes {ms(max(loads))} of {ms(problem.update_us)}, at "
+        f"least {ms(least_us)}{guessed}{gathered}"
     ]
