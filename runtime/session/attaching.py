@@ -13,7 +13,7 @@ from torch import nn
 
 from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import check_steps, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import check_steps, holders_of, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan
 from runtime.checks.topology import adapt
 from runtime.comm.topology import NodeInfo, find_topology, node_info
@@ -143,7 +143,7 @@ def attach_as(
     world = World.join(group, *deadlines(timeout_s, group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
         facts, found = check_attach(model, optimizer, given, options, world, attached)
-        everyone = compare_ranks(world, model, facts, whole, problem or found, options)
+        everyone = compare_ranks(world, model, facts, whole, problem or found, options, optimizer)
         if given is None:
             assert isinstance(plan, PlanToMake)  # else its file was refused
             given = plan.make(world, facts, everyone)
@@ -172,8 +172,9 @@ def attach_as(
 
 
 def compare_ranks(
-    world: World, model: nn.Module, facts: ModelFacts, plan: Plan | None, problem: str | None, options: AttachOptions
-) -> list[RankInfo]:
+    world: World, model: nn.Module, facts: ModelFacts, plan: Plan | None, problem: str | None, options: AttachOptions,
+    optimizer: object = None,
+) -> list[RankInfo]:  # fmt: skip
     """Compare plans, models, and what is wrong on each rank; return what every rank is, and note their nodes."""
     where: NodeInfo | None = None
     try:
@@ -185,9 +186,10 @@ def compare_ranks(
         print_ = facts.fingerprint
         digest, parameters = ("", tuple(facts.parameters)) if plan is None else (plan.digest(), plan.first.gradients)
     followed = form_of_followed(model, buffers=options.broadcast_buffers) if options.sync else ""
+    holders = () if plan is None or problem else holders_of(plan.first, optimizer, facts.parameters)
     mine = RankInfo(
         __version__, torch.__version__, digest, print_, parameters, device_kinds(model), problem, where=where,
-        followed=followed,
+        followed=followed, holders=holders,
     )  # fmt: skip
     everyone = agree(world, mine)
     world.topology = find_topology([one.where for one in everyone if one.where is not None])

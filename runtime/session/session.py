@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runtime.checks.backend import check_backend
 from runtime.checks.modes import asked_modes, make_mode
-from runtime.checks.optimizer import check_optimizer, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import check_optimizer, holders_of, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
@@ -500,7 +500,10 @@ class Session:
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
         digest = "" if prepared is None else prepared[0].plan.digest()
-        mine = RankInfo(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
+        holders = () if prepared is None else holders_of(prepared[0].plan, self._given, self._parameters)
+        mine = RankInfo(
+            __version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step, holders=holders
+        )
         agree(self._world, mine)
         assert prepared is not None
         self._pending = (at_step, *prepared)

@@ -354,10 +354,17 @@ def refusals() -> dict[str, str]:
         made = optimizers(model, MAKERS["Muon"]) if of is None else of(model)
         return raised(lambda: planner.attach(model, made, replace(plan, updates=UpdatePlan(step=step), **more)))
 
+    def grouped(model: nn.Module) -> list[Optimizer]:
+        made = optimizers(model, MAKERS["Muon"])
+        if dist.get_rank() == 1:
+            made[1].add_param_group({"params": [made[0].param_groups[0]["params"].pop()]})
+        return made
+
     some = dict.fromkeys(trainable_parameters(Mixer()), 0)
     without = {name: owner for name, owner in some.items() if name != "down.weight"}
     return {
         "rank": attach({"owners": some | {"up.weight": 2}}),
+        "grouped": attach({}, grouped),
         "name": attach({"owners": some | {"no.weight": 0}}),
         "cut": attach({"owners": without}),
         "unknown": attach({}, lambda model: torch.optim.Adafactor(model.parameters())),

@@ -60,6 +60,7 @@ def test_state_exists_once(ranks: Results) -> None:
     ("case", "words"),
     [
         ("rank", "updates.step.owners: found rank 2 for 'up.weight'; expected ranks from 0 to 1"),
+        ("grouped", "never.weight in group 0 of Muon at position 0, rank 1: never.weight in group 1 of AdamW"),
         ("name", "updates.step.owners: found 'no.weight', which is no trainable parameter"),
         ("cut", "which orthogonalizes whole matrices; expected an owner of down.weight (updates.step.owners)"),
         ("unknown", "found Adafactor, which keeps sums over rows and columns"),
