@@ -17,6 +17,7 @@ from planner.decide.given import given_request
 from planner.decide.plan_request import Request
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
+from planner.documents.text import mib
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_bytes
@@ -139,6 +140,14 @@ def test_a_plan_has_owners_where_that_is_allowed_and_says_what_they_take() -> No
     assert plan.predicted is not None
     assert late.predicted is not None
     assert late.predicted.iteration_us <= plan.predicted.iteration_us
+
+
+def test_a_matrix_that_no_rank_can_hold_is_named() -> None:
+    profile = parse_profile(document(6, 4, cluster=halves_cluster(HALF, nodes=2)))
+    largest = max(profile.compute.gradients[:4], key=lambda one: one.numel)
+    plan = optimize(profile, allow=["sharded-step"], max_memory_mib=0.1)
+    words = f"one rank has all of {largest.name} ({mib(largest.size_bytes)}), about"
+    assert any(words in note and "more ranks do not help" in note for note in plan.notes or ())
 
 
 def test_late_gathers_have_owners_too() -> None:
