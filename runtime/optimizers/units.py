@@ -96,7 +96,7 @@ class OwnOperator:
 
     @property
     def update_dtype(self) -> torch.dtype | None:
-        found: torch.dtype | None = getattr(type(self._optimizer), "update_dtype", None)
+        found: torch.dtype | None = getattr(self._optimizer, "update_dtype", None)
         return found
 
     def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
@@ -138,9 +138,8 @@ class NewtonSchulz:
 
 
 def find_unapplied(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why the updates that an optimizer's class says the dtype of cannot be applied, or None."""
-    kind = type(optimizer)
-    dtype = getattr(kind, "update_dtype", None)
+    """Return why the updates that an optimizer says the dtype of cannot be applied, or None."""
+    kind, dtype = type(optimizer), getattr(optimizer, "update_dtype", None)
     if dtype is None or (isinstance(dtype, torch.dtype) and callable(getattr(kind, "apply", None))):
         return None
     return (
