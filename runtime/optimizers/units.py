@@ -137,18 +137,6 @@ class NewtonSchulz:
             yield
 
 
-def find_unapplied(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why the updates that an optimizer says the dtype of cannot be applied, or None."""
-    kind, dtype = type(optimizer), getattr(optimizer, "update_dtype", None)
-    if dtype is None or (isinstance(dtype, torch.dtype) and callable(getattr(kind, "apply", None))):
-        return None
-    return (
-        f"{kind.__name__}: found update_dtype = {dtype!r} {'with' if hasattr(kind, 'apply') else 'without'} apply; "
-        f"expected a torch.dtype and a method apply(self, parameter, update, group): correct them, or leave "
-        f"update_dtype out"
-    )
-
-
 def operator_of(optimizer: torch.optim.Optimizer) -> Operator | None:
     """Return the stateless operator of an optimizer: a method `operator(self, matrix, group)` of a class with
     `unit = "matrix"`, or Newton–Schulz of `torch.optim.Muon`; None where there is none.

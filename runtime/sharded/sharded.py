@@ -15,7 +15,7 @@ from runtime.core.exchange import Exchange
 from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks, check_one_dtype
 from runtime.monitor.step_report import StepReport, sum_of
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
-from runtime.optimizers.units import find_unapplied, unit_of
+from runtime.optimizers.units import unit_of
 from runtime.plan import HINT, Plan
 from runtime.plan.combinations import SHARDED
 from runtime.sharded.exchange import ReduceScatter, padded_length
@@ -84,8 +84,12 @@ class Sharded(Mode):
         """
         for optimizer in optimizers or (None,):
             if optimizer is not None and unit_of(optimizer) == "matrix":
-                if (problem := find_unapplied(optimizer)) is not None:
-                    return problem
+                name, dtype = type(optimizer).__name__, getattr(optimizer, "update_dtype", None)
+                if dtype is not None and not callable(getattr(optimizer, "apply", None)):
+                    return (
+                        f"{name}: found update_dtype = {dtype} without apply; expected a method apply(self, parameter, "
+                        f"update, group): add it, or leave update_dtype out"
+                    )
                 held = {id(one) for group in optimizer.param_groups for one in group["params"]}
                 cut = next((name for name, p in planned.items() if id(p) in held and name not in plan.owners), None)
                 if cut is None:
