@@ -342,10 +342,10 @@ def too_large_note(problem: Problem, step: StepPlan) -> str:
     has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
     text = f"a rank needs {mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
     text += f"the {mib(has)} that it has"
+    smaller = _smaller(problem, step)
     if not _saves(step):
-        return f"{text}: {SMALLER}"
+        return f"{text}: {smaller}"
     if shared > has:
-        smaller = _smaller(problem, step)
         return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {smaller}"
     text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
     return f"{text}; {ASK}"
