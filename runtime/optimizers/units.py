@@ -70,7 +70,7 @@ class Operator(Protocol):
 
     @property
     def keeps_inputs(self) -> bool:
-        """Whether `step` writes to no parameter and no gradient before it calls the operator."""
+        """True if `step` writes to no parameter and no gradient before it calls the operator."""
 
     @property
     def update_dtype(self) -> torch.dtype | None:

@@ -143,7 +143,9 @@ def attach_as(
     world = World.join(group, *deadlines(timeout_s, group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
         facts, found = check_attach(model, optimizer, given, options, world, attached)
-        everyone = compare_ranks(world, model, facts, whole, problem or found, options, optimizer)
+        if given is not None and not (problem or found):
+            facts = replace(facts, holders=holders_of(given, optimizer, facts.parameters))
+        everyone = compare_ranks(world, model, facts, whole, problem or found, options)
         if given is None:
             assert isinstance(plan, PlanToMake)  # else its file was refused
             given = plan.make(world, facts, everyone)
@@ -172,9 +174,8 @@ def attach_as(
 
 
 def compare_ranks(
-    world: World, model: nn.Module, facts: ModelFacts, plan: Plan | None, problem: str | None, options: AttachOptions,
-    optimizer: object = None,
-) -> list[RankInfo]:  # fmt: skip
+    world: World, model: nn.Module, facts: ModelFacts, plan: Plan | None, problem: str | None, options: AttachOptions
+) -> list[RankInfo]:
     """Compare plans, models, and what is wrong on each rank; return what every rank is, and note their nodes."""
     where: NodeInfo | None = None
     try:
@@ -186,10 +187,9 @@ def compare_ranks(
         print_ = facts.fingerprint
         digest, parameters = ("", tuple(facts.parameters)) if plan is None else (plan.digest(), plan.first.gradients)
     followed = form_of_followed(model, buffers=options.broadcast_buffers) if options.sync else ""
-    holders = () if plan is None or problem else holders_of(plan.first, optimizer, facts.parameters)
     mine = RankInfo(
         __version__, torch.__version__, digest, print_, parameters, device_kinds(model), problem, where=where,
-        followed=followed, holders=holders,
+        followed=followed, holders=facts.holders,
     )  # fmt: skip
     everyone = agree(world, mine)
     world.topology = find_topology([one.where for one in everyone if one.where is not None])
