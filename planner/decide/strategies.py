@@ -21,6 +21,7 @@ from planner.ir import Schedule
 from planner.model.compression import MAX_RATIO
 from planner.model.modes import best_of
 from planner.model.modes.local_updaters import LocalUpdaters
+from planner.model.operator_costs import operator_costs
 from planner.model.problem import Problem
 from planner.model.regions import cut_behind
 from planner.passes.delay import DEFAULT_MAX_DELAY, MAX_DELAY, delayed_schedule, push_bucketings
@@ -72,6 +73,11 @@ def operators(problem: Problem, rule: str = "longest_first") -> Schedule:
     """Return the best buckets with operators of a matrix optimizer (Muon) by a rule: on every rank, or on owners, the
     longest first or round robin, whose results come in one message.
     """
+    if problem.ranks > 1 and operator_costs(problem) is None:
+        raise InputError(
+            f"found the strategy operators:{rule} for a profile without operators; expected `operator` in $.compute: "
+            f"`planner profile` of a job with torch.optim.Muon, say, writes it"
+        )
     return replace(optimal(problem), operators=OPERATOR_RULES[rule](problem))
 
 

@@ -133,7 +133,7 @@ STEP_TIMES = (
     "fixed_us",
     "sample_us",
 )
-UPDATE_TIMES = ("update_us", "norm_us", "operator_us")
+UPDATE_TIMES = ("update_us", "norm_us", "operator_us", "before_us")
 """Fields of records that grow with forward and backward, and with the optimizer's update."""
 
 

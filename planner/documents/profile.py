@@ -121,6 +121,8 @@ class OperatorShape(Record):
     shape: Annotated[tuple[PositiveCount, ...], Field(min_length=1, max_length=16)]
     operator_us: TimeUs
     """Time for one matrix."""
+    before_us: TimeUs = 0.0
+    """Time of an owner before that: the optimizer's step for the parameter, with copies, up to its call."""
     result_bytes: PositiveCount
     """Bytes of the result in a message."""
     parameters: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]

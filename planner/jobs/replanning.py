@@ -31,6 +31,7 @@ from planner.documents.profile import (
     ComputeProfile,
     Contention,
     Gradient,
+    OperatorProfile,
     Profile,
     ProfileWorld,
     Sample,
@@ -40,11 +41,14 @@ from planner.model.codecs import BY_NAME
 from planner.profile.bench import Bench, fit
 from planner.profile.compute import RankTimes, busy_times_us, combine, matrix_of, rank_times
 from planner.profile.links import Limits, measure_queued
+from planner.profile.operator_times import operators_of_run
 from planner.profile.step import decided_by_first, refuse_alike
+from runtime.checks.modes import asked_modes
 from runtime.checks.plan import dtype_name
 from runtime.errors import InputError
 from runtime.monitor.drift import bucket_times, complete, measured_times, predicted_times
-from runtime.plan import Plan
+from runtime.plan import Plan, UpdatePlan
+from runtime.plan.combinations import SHARED_OPERATOR, reason_against
 from runtime.plan.names import layer_of
 
 if TYPE_CHECKING:
@@ -142,7 +146,9 @@ def replan(
 
     def decide() -> Plan:
         try:
-            measured = profile_of_run(session, old, [one.times for one in everyone if one.times is not None], curves)
+            times = [one.times for one in everyone if one.times is not None]
+            operator = operators_of_run(session) if old is None else old.compute.operator
+            measured = profile_of_run(session, old, times, curves, operator)
             # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
             trial = session._monitor.trial
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
@@ -241,6 +247,7 @@ def profile_of_run(
     old: Profile | None,
     ranks: Sequence[RankTimes],
     curves: tuple[tuple[Sample, ...], tuple[Sample, ...]],
+    operator: OperatorProfile | None,
 ) -> Profile:
     """Return the profile of the run as it is now.
 
@@ -249,6 +256,7 @@ def profile_of_run(
         old: the profile that the plan was made from.
         ranks: all ranks' times.
         curves: of the all-reduce, alone and in a queue.
+        operator: the operators of a matrix optimizer, where their times are known.
     """
     world, plan = session._world, session.plan
     nodes = plan.world.nodes if plan.world.nodes is not None and world.ranks % plan.world.nodes == 0 else world.ranks
@@ -269,22 +277,29 @@ def profile_of_run(
     return Profile(
         model=plan.model,
         world=ProfileWorld(ranks=world.ranks, nodes=nodes, backend=world.backend, torch=torch.__version__),
-        compute=_compute(session, old, ranks),
+        compute=_compute(session, old, ranks, operator),
         cluster=cluster,
     )
 
 
-def _update_us(session: Session, old: Profile | None, measured_us: float) -> float:
-    """Return the time of the whole update: of a sharded step each rank has timed its part, and gathers of weights."""
+def _update_us(session: Session, old: Profile | None, operator: OperatorProfile | None, measured_us: float) -> float:
+    """Return the time of the whole update: of a sharded step each rank has timed its part, and gathers of weights; of
+    known operators with owners what those do not save.
+    """
     if not session.plan.sharded:
-        return measured_us
+        shared = None if operator is None else session._operators.report()
+        if shared is None or shared.replicated_us is None or shared.predicted_us is None:
+            return measured_us
+        return round(measured_us + max(0.0, shared.replicated_us - shared.predicted_us), 3)
     if old is not None:
         return old.compute.update_us
     step = session.report().step
     return round(max(0.0, measured_us - (step.gather_us if step else 0.0)) * session._world.ranks, 3)
 
 
-def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) -> ComputeProfile:
+def _compute(
+    session: Session, old: Profile | None, ranks: Sequence[RankTimes], operator: OperatorProfile | None
+) -> ComputeProfile:
     """Return the step by the marks of every gradient, or the old one stretched to forward, backward and update."""
     if any(rank.ready_us for rank in ranks):
         planned = {name: session._parameters[name] for name in session.plan.gradients}
@@ -305,11 +320,11 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
         )
         return replace(
             seen,
-            update_us=_update_us(session, old, seen.update_us),
+            update_us=_update_us(session, old, operator, seen.update_us),
             gradients=(*seen.gradients, *unseen),
             optimizer=old.compute.optimizer if old else None,
             norms=old.compute.norms if old else None,
-            operator=old.compute.operator if old else None,
+            operator=operator,
         )
     assert old is not None
     end_us = float(np.median(np.array([rank.backward_end_us for rank in ranks]).max(axis=0)))
@@ -318,7 +333,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
     stretched = scale_compute(old.compute, _ratio(end_us, before_us) or 1.0, 1.0)
     if not updates:
         return stretched
-    return replace(stretched, update_us=_update_us(session, old, round(statistics.median(updates), 3)))
+    return replace(stretched, update_us=_update_us(session, old, operator, round(statistics.median(updates), 3)))
 
 
 def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:

@@ -189,8 +189,19 @@ def make_optimizer(job: TrainingJob, spec: str) -> Optimizers:
     """
     named = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
     takes_names = "named" in inspect.signature(job.optimizer).parameters
-    with attribute_user_errors(f"{spec}: optimizer({'named' if takes_names else 'parameters'})"):
-        made: object = job.optimizer(iter(named) if takes_names else (parameter for _, parameter in named))
+    where = f"{spec}: optimizer({'named' if takes_names else 'parameters'})"
+    with attribute_user_errors(where):
+        try:
+            made: object = job.optimizer(iter(named) if takes_names else (parameter for _, parameter in named))
+        except ValueError as error:
+            if "Muon only supports 2D" not in str(error):
+                raise
+            sizes = {f"{p.size()}": f"{name}, of shape {tuple(p.shape)}," for name, p in reversed(named)}
+            odd = next((found for size, found in sizes.items() if str(error).endswith(size)), "a parameter")
+            raise InputError(
+                f"{where}: found {odd} under torch.optim.Muon, which takes matrices alone; expected it in another "
+                f"optimizer: return Muon of the matrices, and AdamW, say, of the rest"
+            ) from error
     several = isinstance(made, Sequence)
     for one in made if isinstance(made, Sequence) and made else (made,):
         if not isinstance(one, torch.optim.Optimizer):

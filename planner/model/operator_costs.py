@@ -9,10 +9,10 @@ slow each other down, messages are counted as slowed throughout, and compute whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class OperatorCosts:
     """Factor of messages while ranks compute."""
     compute_slowed: float = 1.0
     """Factor of compute while there is a message."""
+    before_us: tuple[float, ...] = ()
+    """Work of an owner before it calls the operator; empty: none."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -88,6 +90,7 @@ class OperatorCosts:
             curve=problem.all_gather.curve,
             slowed=problem.contention.network if problem.contended else 1.0,
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
+            before_us=tuple(listed[name].before_us for name in names),
         )
 
     @property
@@ -98,6 +101,11 @@ class OperatorCosts:
     def replicated_us(self) -> float:
         """Time of the operators if every rank computes all."""
         return sum(self.operator_us)
+
+    @cached_property
+    def owner_us(self) -> tuple[float, ...]:
+        """Time of each operator on its owner."""
+        return tuple(map(sum, zip_longest(self.operator_us, self.before_us, fillvalue=0.0)))
 
     @cached_property
     def unshared_us(self) -> float:
@@ -127,7 +135,7 @@ class OperatorCosts:
         for members, time_us in zip(shares.messages, self.gathers_us(shares), strict=True):
             work_us = [0.0] * self.ranks
             for matrix in members:
-                work_us[shares.owners[matrix]] += self.operator_us[matrix]
+                work_us[shares.owners[matrix]] += self.owner_us[matrix]
             done = [self._computed(*one, gathers) for one in zip(done, work_us, strict=True)]
             start_us = max(network_us, *done)
             network_us = start_us + time_us
@@ -288,6 +296,19 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
 def updated_by(costs: OperatorCosts, shares: OperatorShares | None) -> float:
     """Return the time of the update with these shares; None: every rank computes all."""
     return costs.unshared_us if shares is None else costs.update(shares).update_us
+
+
+def shares_of(
+    problem: Problem, owners: Mapping[str, int] | None, messages: Sequence[Sequence[str]]
+) -> OperatorShares | None:
+    """Return the shares that a plan has by name; None without owners, or where one is of no operator of the problem."""
+    costs = operator_costs(problem)
+    if costs is None or not owners or not owners.keys() <= set(costs.names):
+        return None
+    place = {name: matrix for matrix, name in enumerate(costs.names)}
+    return OperatorShares(
+        tuple(owners.get(name, -1) for name in costs.names), tuple(tuple(place[n] for n in one) for one in messages)
+    )
 
 
 def by_message(costs: OperatorCosts, owners: Sequence[int], message: Sequence[int]) -> OperatorShares:

@@ -2,8 +2,8 @@
 
 A message's reduce-scatter and all-gather take as long as if every rank had as much of it as the one that has most. The
 update ends with the rank that has most work. What each parameter's work takes is measured where the optimizer has an
-operator without state; else the measured update is divided by elements times rows and columns, as products of matrices
-take them. Where every rank applies the operator's results itself, these are gathered, and the rest of the update is
+operator without state; else the measured update is divided by elements, of whole matrices times rows and columns, as
+their products take them. Where every rank applies the operator's results itself, these are gathered, and the rest is
 every rank's own, counted in full.
 """
 
@@ -59,7 +59,9 @@ def applied_bytes(problem: Problem) -> dict[str, int]:
 def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float], float]:
     gradients, costs = problem.profile.compute.gradients, operator_costs(problem)
     if costs is None:
-        parts = np.array([float(one.numel * (sum(one.matrix) if one.matrix else 1)) for one in gradients])
+        whole = set(whole_gradients(problem))
+        factors = [sum(one.matrix) if one.matrix and index in whole else 1 for index, one in enumerate(gradients)]
+        parts = np.array([float(one.numel * factor) for one, factor in zip(gradients, factors, strict=True)])
         divided: list[float] = (parts * (problem.update_us / max(1.0, float(parts.sum())))).tolist()
         return divided, 0.0
     operators = dict(zip(costs.names, costs.operator_us, strict=True))
@@ -141,6 +143,7 @@ def notes(problem: Problem, owners: Mapping[str, int], *, updates: bool = True) 
     applied = owners.keys() & applied_bytes(problem).keys() if updates else ()
     gathered = f"; updates of {len(applied)} are gathered in place of weights" if applied else ""
     return [
-        f"each of {pluralize(len(owners), 'whole parameter')} is updated by its owner, which alone has its state: the "
-        f"longest share takes {ms(max(loads))} of {ms(problem.update_us)}, at least {ms(least_us)}{guessed}{gathered}"
+        f"each of {pluralize(len(owners), 'whole parameter')} is updated by its owner, which alone has its state (of "
+        f"each rank estimated by elements): the longest share takes {ms(max(loads))} of {ms(problem.update_us)}, at "
+        f"least {ms(least_us)}{guessed}{gathered}"
     ]

@@ -74,8 +74,13 @@ class Candidates:
         if run.session._world.rank == 0:
             try:
                 others = [names_of(plan.buckets) for plan in (run.present, *sized.values())]
+                shared = run.present.updates.operator if run.present.updates else None
                 options = {"accuracy": accuracy, "allow": list(run.opening.key.allow)} | self._limits(accuracy)
-                self._decision = Decision({"profile": profile().to_document(), "options": options, "others": others})
+                request = {
+                    "profile": profile().to_document(), "options": options, "others": others,
+                    "owners": shared.owners if shared else None, "gathers": shared.messages if shared else (),
+                }  # fmt: skip
+                self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
                 problem = f"{type(error).__name__}: {error}"
         every = max(run.gather(max(1, math.ceil(POLL_S * 1e6 / run.step_us)), "agreeing when to ask"))

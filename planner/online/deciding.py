@@ -2,11 +2,12 @@
 
 `python -m planner.online.deciding` reads a request from standard input and writes the answer to standard output:
 
-    {"profile": {…}, "options": {"accuracy": "exact", …}, "others": [[["fc.weight", …], …], …]}
+    {"profile": {…}, "options": {"accuracy": "exact", …}, "others": [[["fc.weight", …], …], …],
+     "owners": {"fc.weight": 1}, "gathers": [["fc.weight"]]}
     {"plan": {…}, "others_us": [41200.0, …]}    or    {"problem": "…"}
 
 `options` are those of `planner.optimize`; `others_us` is what a step takes with the buckets of each of `others`, sent
-whole, by the same simulator.
+whole, and with the present `owners` of operators (null: every rank), by the same simulator.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from planner.decide.optimize import optimize
 from planner.documents.profile import parse_profile
 from planner.emit.lower import predict
 from planner.ir import Bucket, Schedule
+from planner.model.operator_costs import shares_of
 from planner.model.problem import make_problem
 from runtime.errors import PlannerError
 
@@ -42,11 +44,12 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
     profile = parse_profile(request["profile"])
     plan = optimize(profile, **request["options"])
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}
+    problem = make_problem(profile)
+    present = shares_of(problem, request["owners"], request["gathers"])
     others = [
-        Schedule(buckets=tuple(Bucket(tuple(index[name] for name in bucket)) for bucket in buckets))
+        Schedule(buckets=tuple(Bucket(tuple(index[name] for name in bucket)) for bucket in buckets), operators=present)
         for buckets in request["others"]
     ]
-    problem = make_problem(profile)
     times_us = [predict(problem, other).iteration_us for other in others]
     return {"plan": plan.to_document(), "others_us": times_us}
 

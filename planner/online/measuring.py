@@ -233,13 +233,18 @@ def measure_run(run: PlannedRun, first: Sequence[Overlap], *, narrow: bool) -> S
     return samples, costs
 
 
-def make_profile(session: Session, ranks: Sequence[RankSample], costs: Costs, contention: Contention | None) -> Profile:
-    """Return what `planner profile` would say; what messages cost computation is taken off again."""
+def make_profile(
+    session: Session, before: Profile | None, ranks: Sequence[RankSample], costs: Costs, contention: Contention | None
+) -> Profile:
+    """Return what `planner profile` would say; what messages cost computation is taken off again.
+
+    `before`: the run's last profile, for operators that owners have computed from the first step on.
+    """
     times = [one.times for one in ranks]
     if contention is not None:
         times = [without_contention(one.times, one.busy_us, contention) for one in ranks]
-    found = profile_of_run(session, None, times, (costs.all_reduce, costs.all_reduce))
-    found = replace(found, compute=replace(found.compute, operator=operators_of_run(session)))
+    operator = operators_of_run(session) or (before.compute.operator if before is not None else None)
+    found = profile_of_run(session, None, times, (costs.all_reduce, costs.all_reduce), operator)
     assert found.cluster is not None
     return replace(found, cluster=replace(with_costs(found.cluster, costs), contention=contention))
 

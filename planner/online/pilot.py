@@ -227,7 +227,7 @@ class Pilot:
         seen: list[Seen] = []
 
         def measured() -> Profile:
-            run.profile = make_profile(run.session, samples, costs, contention)
+            run.profile = make_profile(run.session, run.profile, samples, costs, contention)
             return run.profile
 
         for _ in range(MOST_TRIALS):

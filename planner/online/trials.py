@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import replace
 
 from planner.ir import ACCURACIES, GAIN
+from planner.jobs.replanning import with_operators
 from planner.online.candidates import Candidates, digest_of
 from planner.online.ddp import in_dtype, region_plans
 from planner.online.measuring import SAVED_SHARE, Overlap, Seen, median_overlap, observe, sizes_of
@@ -103,7 +104,8 @@ class Trials:
         are faster, these in their dtype, and then the faster ones in other dtypes; but not if any has done harm.
         """
         run, off = self._run, self._candidates.off
-        others = dict(self._candidates.others)
+        known = self._candidates.others.items()
+        others = {count: (with_operators(plan, run.present), ratio) for count, (plan, ratio) in known}
         if narrow := [bucket for bucket in run.present.buckets if not bucket.dense]:
             if run.harmed:
                 return
@@ -133,6 +135,7 @@ class Trials:
         run, self._tried_cuts = self._run, True
         model, before = run.session.model, run.present.cuts
         plans = region_plans(model, run.session._parameters, run.present)
+        plans = {count: with_operators(plan, run.present) for count, plan in plans.items()}
         present = len(default_cuts(model) if before is None else before)
         plans.pop(present, None)
         counts = climb(dict.fromkeys(plans, 1.0), present, 0.0)

@@ -81,7 +81,7 @@ class Measuring:
             norms=any(isinstance(one, LayerwiseOptimizer) for one in each_of(training.optimizer)),
             known=request.add_to.cluster if request.add_to else None,
         )
-        if with_operator(training.optimizer) is not None:
+        if with_operator(training.optimizer):
             mine = mine.with_operator(bench.world.ranks)
         self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
         self._phases = Phases(self._wanted.phases, request.budget_s, first=bench.world.rank == 0)

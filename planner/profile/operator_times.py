@@ -1,14 +1,16 @@
-"""The times of a matrix optimizer's operator (Muon's Newton–Schulz), for each distinct shape.
+"""The times of matrix optimizers' operators (Muon's Newton–Schulz), for each distinct shape, and group's options.
 
 Timed on all ranks at once, as every rank computes all of them, on the matrix that the optimizer's step gives to the
 operator: of the first parameter of each shape, after the measured steps. Other ranks wait for the straggler, so the
-slowest rank's time counts.
+slowest rank's time counts. What an owner runs before the operator is timed by itself.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape
 from planner.profile.bench import Bench, median_of_slowest
 from planner.profile.compute import Training
+from runtime.checks.optimizer import names_of
 from runtime.comm.world import World
 from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.optimizers.shared_operator import SharedOperator
@@ -23,59 +26,75 @@ from runtime.optimizers.units import Operator, operator_of
 from runtime.session.session import Session
 
 WARM_UPS, REPEATS = 1, 7
+OF_NO_TIME = ("params", "lr", "initial_lr", "weight_decay")
+"""Options of groups that no operator takes longer for."""
 
-Form = tuple[type[torch.optim.Optimizer], tuple[int, ...], torch.dtype]
-"""Optimizer, shape and dtype of matrices that take one time."""
+WithOperator = tuple[torch.optim.Optimizer, Operator]
+Form = tuple[int, tuple[int, ...], torch.dtype, str]
+"""Optimizer, by `id`, shape, dtype and options of matrices that take one time."""
 
 
-def with_operator(given: Optimizers | None) -> tuple[torch.optim.Optimizer, Operator] | None:
-    """Return the first optimizer of a model that has an operator without state, with that; None if none has."""
+def with_operator(given: Optimizers | None) -> list[WithOperator]:
+    """Return the optimizers of a model that have an operator without state, with that."""
     found = ((one, operator_of(one)) for one in each_of(given))
-    return next(((one, operator) for one, operator in found if operator is not None), None)
+    return [(one, operator) for one, operator in found if operator is not None]
+
+
+def _members(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[Tensor, str]
+) -> Iterator[tuple[Form, Tensor, dict[str, Any]]]:
+    """Yield form, parameter and group of each parameter with a name, in the order of the steps' calls."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            options = str(sorted((name, str(value)) for name, value in group.items() if name not in OF_NO_TIME))
+            for p in (p for p in group["params"] if p in names):
+                yield (id(optimizer), tuple(p.shape), p.dtype, options), p, group
 
 
 def measure_operators(training: Training, bench: Bench, compute: ComputeProfile) -> OperatorProfile | None:
     """Time the operator for each shape of matrices, the same on all ranks; None if there are none."""
     found = with_operator(training.optimizer)
-    if found is None:
-        return None
-    optimizer, operator = found
-    names: dict[Tensor, str] = {parameter: name for name, parameter in training.parameters.items()}
     timed = {gradient.name for gradient in compute.gradients}
-    alone = SharedOperator(optimizer, operator, names, World())
-    forms: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in training.parameters.items() if name in timed}
+    alone = {id(one): SharedOperator(one, operator, names, World()) for one, operator in found}
+    operators = {id(one): operator for one, operator in found}
+    forms: dict[Form, list[str]] = {}
     runs: list[partial[Tensor]] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if names.get(parameter) not in timed:
-                continue
-            form = tuple(parameter.shape), parameter.dtype
-            matrix = _matrix(alone, parameter, group)
-            if matrix is None:  # also of a shape that others have
-                continue
-            if form not in forms:
-                runs.append(partial(operator.compute, matrix, group))
-                forms[form] = []
-            forms[form].append(names[parameter])
+    begins: list[partial[Tensor | None]] = []
+    for form, parameter, group in _members((one for one, _ in found), names):
+        matrix = _matrix(alone[form[0]], parameter, group)
+        if matrix is None:  # also of a shape that others have
+            continue
+        if form not in forms:
+            runs.append(partial(operators[form[0]].compute, matrix, group))
+            begins.append(partial(_matrix, alone[form[0]], parameter, group))
+            forms[form] = []
+        forms[form].append(names[parameter])
     if not runs:
         return None
     with torch.no_grad():
-        results = [operator.compute(*run.args) for run in runs]
-        times_us = median_of_slowest(bench.times_us(runs, REPEATS, "operators of matrices", WARM_UPS))
-    return OperatorProfile(
-        optimizer=type(optimizer).__name__,
-        applied=operator.update_dtype is not None,
-        shapes=tuple(
+        results = [run() for run in runs]
+        times_us = median_of_slowest(bench.times_us([*runs, *begins], REPEATS, "operators of matrices", WARM_UPS))
+    return _profile(
+        found,
+        (
             OperatorShape(
-                shape=shape, operator_us=round(float(time_us), 3), result_bytes=result.numel() * result.element_size(),
-                parameters=tuple(listed),
+                shape=form[1], operator_us=round(float(time_us), 3), before_us=round(float(before_us), 3),
+                result_bytes=result.numel() * result.element_size(), parameters=tuple(listed),
             )
-            for ((shape, _), listed), time_us, result in zip(forms.items(), times_us, results, strict=True)
+            for (form, listed), time_us, before_us, result in zip(
+                forms.items(), times_us[: len(runs)], times_us[len(runs) :], results, strict=True
+            )
         ),
     )  # fmt: skip
 
 
-def _matrix(alone: SharedOperator, parameter: Tensor, group: dict[str, object]) -> Tensor | None:
+def _profile(found: Sequence[WithOperator], shapes: Iterable[OperatorShape]) -> OperatorProfile:
+    applied = all(operator.update_dtype is not None for _, operator in found)
+    return OperatorProfile(optimizer=names_of(one for one, _ in found), applied=applied, shapes=tuple(shapes))
+
+
+def _matrix(alone: SharedOperator, parameter: Tensor, group: dict[str, Any]) -> Tensor | None:
     """Return what the optimizer's step gives to its operator; of a parameter without a gradient as if it were its own
     weights; None where the step does not call the operator for it.
     """
@@ -83,29 +102,28 @@ def _matrix(alone: SharedOperator, parameter: Tensor, group: dict[str, object]) 
     if before is None:
         parameter.grad = parameter.detach().clone()
     try:
-        return alone.run_one(parameter, group, lambda matrix, _: matrix.clone())
+        return alone.run_one(parameter, group, lambda matrix, _: matrix)
     finally:
         parameter.grad = before
 
 
 def operators_of_run(session: Session) -> OperatorProfile | None:
     """Return the times of operators that a run has measured on this rank; None if there are none, or not of all."""
-    found = session._operators.times_us()
-    if found is None or not found[1].keys() <= session._parameters.keys():
+    times = session._operators.times_us()
+    seen = {name: time for of in times.values() for name, time in of.items()}
+    if not seen or not seen.keys() <= session._parameters.keys():
         return None
-    optimizer, seen = found
-    forms: dict[tuple[int, ...], list[str]] = {}
-    for name in seen:
-        forms.setdefault(tuple(session._parameters[name].shape), []).append(name)
-    operator = operator_of(optimizer)
-    return OperatorProfile(
-        optimizer=type(optimizer).__name__,
-        applied=operator is not None and operator.update_dtype is not None,
-        shapes=tuple(
+    names: dict[Tensor, str] = {session._parameters[name]: name for name in seen}
+    forms: dict[Form, list[str]] = {}
+    for form, parameter, _ in _members(times, names):
+        forms.setdefault(form, []).append(names[parameter])
+    return _profile(
+        with_operator(tuple(times)),
+        (
             OperatorShape(
-                shape=shape, operator_us=round(statistics.median(seen[name][0] for name in names), 3),
-                result_bytes=seen[names[0]][1], parameters=tuple(names),
+                shape=form[1], operator_us=round(statistics.median(seen[name][0] for name in listed), 3),
+                result_bytes=seen[listed[0]][1], parameters=tuple(listed),
             )
-            for shape, names in forms.items()
+            for form, listed in forms.items()
         ),
     )  # fmt: skip

@@ -32,6 +32,8 @@ class WaitingMatrices(torch.optim.Optimizer):
             groups.append({"params": parameters, "operator_us": shape.operator_us, "dtype": dtype})
         super().__init__(groups, {"lr": 1e-2})
         self._accelerator = device
+        dtypes = {group["dtype"] for group in self.param_groups}
+        self.update_dtype = dtypes.pop() if operator.applied and len(dtypes) == 1 else None
 
     def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Wait for the operator's time; return zeros."""
@@ -44,7 +46,11 @@ class WaitingMatrices(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.add_(self.operator(parameter.grad, group), alpha=-group["lr"])
+                    self.apply(parameter, self.operator(parameter.grad, group), group)
+
+    def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter in place by a result."""
+        parameter.add_(update, alpha=-group["lr"])
 
 
 def split_named(

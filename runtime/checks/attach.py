@@ -43,6 +43,8 @@ class ModelFacts:
     """Fingerprint of their names, shapes and dtypes."""
     problem: str | None
     """Reason why no plan can drive the model, or None."""
+    holders: tuple[str, ...] = ()
+    """Optimizer and group of each parameter, where ranks share the optimizer's work."""
 
     @classmethod
     def of(cls, model: nn.Module, also: Iterable[nn.Parameter] = ()) -> Self:

@@ -89,6 +89,20 @@ def _check_operator(
     return None
 
 
+def holders_of(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Return optimizer and group of each parameter of a plan whose ranks share the optimizer's work; else nothing."""
+    operator = plan.updates.operator if plan.updates is not None else None
+    if not plan.sharded and (operator is None or not operator.owners):
+        return ()
+    places = {
+        id(p): f"group {number} of {type(one).__name__} at position {position}"
+        for position, one in enumerate(inner_optimizers(given))
+        for number, group in enumerate(one.param_groups)
+        for p in group["params"]
+    }
+    return tuple(f"{name} in {places.get(id(parameters.get(name)), 'none')}" for name in plan.gradients)
+
+
 def names_of(optimizers: Iterable[object]) -> str:
     """Return the classes of optimizers, as `Muon, AdamW`."""
     return ", ".join(type(one).__name__ for one in optimizers)

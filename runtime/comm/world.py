@@ -461,6 +461,8 @@ class RankInfo:
     where: NodeInfo | None = None
     followed: str = ""
     """Fingerprint of the parameters and buffers that follow rank 0 at attach."""
+    holders: tuple[str, ...] = ()
+    """Optimizer and group of each parameter, where ranks share the optimizer's work."""
 
 
 def agree(world: World, mine: RankInfo) -> list[RankInfo]:
@@ -498,4 +500,11 @@ def agree(world: World, mine: RankInfo) -> list[RankInfo]:
             listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown[:8]))
             more = f", and {len(shown) - 8} more" if len(shown) > 8 else ""
             raise PlanMismatch(f"ranks hold different {what}: {listed}{more}; {hint}")
+    for rank, one in enumerate(everyone):
+        pairs = zip(everyone[0].holders, one.holders, strict=False)
+        if odd := next((pair for pair in pairs if pair[0] != pair[1]), None):
+            raise PlanMismatch(
+                f"ranks hold different optimizers: rank 0: {odd[0]}, rank {rank}: {odd[1]}; expected the same, for "
+                f"ranks share their work: give every rank the same groups"
+            )
     return everyone

@@ -73,6 +73,13 @@ class PlannedOperators:
                 [[self._parameters[name] for name in message] for message in messages if message],
             )
 
+    def begin_step(self) -> None:
+        """End what a step that raised has left, for torch calls no hook then: the step of any optimizer begins, also of
+        one that is not attached, whose operator may be in the same place.
+        """
+        for shared in self._shared:
+            shared.close()
+
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
@@ -127,10 +134,9 @@ class PlannedOperators:
         for shared in self._shared:
             shared.observe(self._clock)
 
-    def times_us(self) -> tuple[torch.optim.Optimizer, dict[str, tuple[float, int]]] | None:
-        """Return the first optimizer whose operator was timed, with time and bytes of each result; None if none was."""
-        found = ((one.optimizer, one.times_us()) for one in self._shared)
-        return next(((optimizer, times) for optimizer, times in found if times), None)
+    def times_us(self) -> dict[torch.optim.Optimizer, dict[str, tuple[float, int]]]:
+        """Return the optimizers whose operator was timed, with time and bytes of each result."""
+        return {one.optimizer: times for one in self._shared if (times := one.times_us())}
 
     def leave(self) -> None:
         """Share nothing any more."""

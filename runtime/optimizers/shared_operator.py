@@ -37,8 +37,10 @@ TIMED_STEPS = 8
 
 @dataclass(frozen=True)
 class Result:
-    """Form of an operator's result, which ranks have compared."""
+    """Form of an operator's result, and of its matrix, which ranks have compared."""
 
+    matrix: tuple[int, ...]
+    """Shape of what the step gives to the operator; a parameter may have another one."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -57,6 +59,8 @@ class SharedOperator:
         self._gathers: list[list[Tensor]] = []
         self._forms: dict[Tensor, Result | None] = {}
         """Form of each known result; None: the step does not call the operator for the parameter, or not alike."""
+        self._stays = False
+        """Whether ranks have found that every one of them has to compute all."""
         self._callers: dict[Tensor, bool] = {}
         """Whether the step calls the operator for a parameter, of those that were timed."""
         self._splits: dict[tuple[Tensor, ...], Split] = {}
@@ -76,21 +80,22 @@ class SharedOperator:
         order of the step's calls.
         """
         clock, steps = self._clock, list(self._marks)
-        if clock is None or not steps:
+        if clock is None or not steps or self._stays:
             return {}
         last = steps[-1]
         times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
         return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
 
     def share(self, owners: Mapping[Tensor, int], gathers: Iterable[Sequence[Tensor]]) -> None:
-        """Share from the next step on; all ranks call this alike.
+        """Share from the next step on, unless ranks have found that they cannot; all ranks call this alike.
 
         Args:
             owners: rank that computes the operator, by parameter; every rank computes those of others.
             gathers: parameters of each message, in launch order.
         """
         self.close()
-        self._owners, self._gathers = dict(owners), [list(one) for one in gathers]
+        self._owners = {} if self._stays else dict(owners)
+        self._gathers = [list(one) for one in gathers]
         self._splits.clear()
 
     @property
@@ -135,12 +140,12 @@ class SharedOperator:
         def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
             parameter = next(calls, None)
             form = None if parameter is None else self._forms[parameter]
-            if parameter is None or (parameter in pending and tuple(matrix.shape) != tuple(parameter.shape)):
+            if parameter is None or form is None or (parameter in pending and tuple(matrix.shape) != form.matrix):
                 raise InputError(
                     f"{self._what}: found a call of its operator with a matrix of shape {tuple(matrix.shape)} that "
                     f"steps before did not make; expected one for each parameter, in the order of param_groups"
                 )
-            if parameter not in pending or form is None:
+            if parameter not in pending:
                 return self._operator.compute(matrix, group)
             sent, place = pending[parameter]
             return sent.wait_each()[place]
@@ -199,9 +204,11 @@ class SharedOperator:
         return found
 
     def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
-        """Return the form of the result of a parameter that each rank trains by itself; the others do not take part."""
-        found = self.run_one(parameter, group, self._operator.compute)
-        return None if found is None else Result(tuple(found.shape), found.dtype)
+        """Return a form for a parameter that each rank trains by itself: nothing is sent of its result, so that of the
+        matrix does.
+        """
+        found = self.run_one(parameter, group, lambda matrix, _: matrix)
+        return None if found is None else Result(tuple(found.shape), tuple(found.shape), found.dtype)
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -209,7 +216,7 @@ class SharedOperator:
     @torch.no_grad()
     def run_one(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor | None:
         """Run the step for one parameter up to its call of the operator; return what `compute` makes of that, or None
-        where it does not call it. Nothing is changed: the step gets copies.
+        where it does not call it. Nothing is changed: the step gets copies of what it writes to.
         """
         optimizer, found = self.optimizer, list[Tensor]()
 
@@ -226,7 +233,8 @@ class SharedOperator:
             optimizer.param_groups = [{**group, "params": [parameter]}]
             if had_state:
                 optimizer.state[parameter] = copy.deepcopy(state)
-            parameter.data, parameter.grad = weights.clone(), gradient.clone()
+            if not self._operator.keeps_inputs:
+                parameter.data, parameter.grad = weights.clone(), gradient.clone()
             with self._operator.replaced(called):
                 plain_step(optimizer)(optimizer)
         except _Called:
@@ -266,7 +274,8 @@ class SharedOperator:
             before, version = _digest(matrix, group), matrix._version
             result = self._operator.compute(matrix, group)
             writes = matrix._version != version and matrix.untyped_storage().data_ptr() in state
-            calls.append((before, Result(tuple(result.shape), result.dtype), _digest(result), writes))
+            form = Result(tuple(matrix.shape), tuple(result.shape), result.dtype)
+            calls.append((before, form, _digest(result), writes))
             return result
 
         self._open.enter_context(self._operator.replaced(observe))
@@ -305,7 +314,7 @@ class SharedOperator:
         if problem is None:
             self._forms.update((p, form) for p, (_, form, *_) in zip(expected, calls, strict=True))
             return
-        self._owners, self._gathers = {}, []
+        self._owners, self._gathers, self._stays = {}, [], True
         self._world.warn(
             f"the operator of {self._what} stays on every rank: {problem}; expected operator(self, matrix, group) to "
             f"be called once for each parameter with a gradient, to read these alone, and to write nothing",

@@ -69,6 +69,10 @@ class Operator(Protocol):
     """The heavy part without state of an optimizer's `step`, which calls it once for each parameter with a gradient."""
 
     @property
+    def keeps_inputs(self) -> bool:
+        """True if `step` writes to no parameter and no gradient before it calls the operator."""
+
+    @property
     def update_dtype(self) -> torch.dtype | None:
         """Dtype of results that `apply` takes; None where it does not say how they are applied."""
 
@@ -85,12 +89,14 @@ class Operator(Protocol):
 class OwnOperator:
     """The method `operator` of an optimizer's class."""
 
+    keeps_inputs = False
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     @property
     def update_dtype(self) -> torch.dtype | None:
-        found: torch.dtype | None = getattr(type(self._optimizer), "update_dtype", None)
+        found: torch.dtype | None = getattr(self._optimizer, "update_dtype", None)
         return found
 
     def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
@@ -113,6 +119,7 @@ class OwnOperator:
 class NewtonSchulz:
     """The orthogonalization of `torch.optim.Muon`, in torch's own arithmetic."""
 
+    keeps_inputs = True
     update_dtype = torch.bfloat16
 
     def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import check_steps, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import check_steps, holders_of, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_plan
 from runtime.checks.topology import adapt, check_topology
 from runtime.comm.topology import NodeInfo, find_topology, node_info
@@ -190,7 +190,7 @@ def compare_ranks(
     followed = form_of_followed(model, buffers=options.broadcast_buffers) if options.sync else ""
     mine = RankInfo(
         __version__, torch.__version__, digest, print_, parameters, device_kinds(model), problem, where=where,
-        followed=followed,
+        followed=followed, holders=facts.holders,
     )  # fmt: skip
     everyone = agree(world, mine)
     world.topology = find_topology([one.where for one in everyone if one.where is not None])

@@ -246,6 +246,7 @@ class Session:
         self._mode.hooks.before_forward()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._operators.begin_step()
         for mode in self._modes:
             if any(optimizer is one for one in self.optimizers):
                 mode.hooks.begin_step(optimizer)
@@ -497,7 +498,10 @@ class Session:
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
         digest = "" if prepared is None else prepared[0].plan.digest()
-        mine = RankInfo(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
+        holders = () if prepared is None else holders_of(prepared[0].plan, self._given, self._parameters)
+        mine = RankInfo(
+            __version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step, holders=holders
+        )
         agree(self._world, mine)
         assert prepared is not None
         if isinstance(self._director, Phases):

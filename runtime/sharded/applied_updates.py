@@ -7,8 +7,10 @@ where a rank would have other bits, weights are gathered in all steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class AppliedUpdates:
         self._optimizer, self._operator, self._dtype, self._slots, self._world = (
             optimizer, operator, dtype, slots, world,
         )  # fmt: skip
+        self._shapes: dict[int | None, torch.Size] = {slot.index: slot.parameter.shape for slot in slots.values()}
         self._groups: dict[int, dict[str, Any]] = {}
         """Group of each parameter that the step updates on any rank, by place in the plan."""
         self._calls: list[int | None] = []
@@ -49,7 +52,7 @@ class AppliedUpdates:
         """Return those of an optimizer; None where new weights have to be gathered."""
         operator = operator_of(optimizer)
         dtype = None if operator is None else operator.update_dtype
-        if operator is None or dtype is None or dtype.itemsize > ROUNDED.itemsize:
+        if operator is None or dtype is None or not dtype.is_floating_point or dtype.itemsize > ROUNDED.itemsize:
             return None
         if not all(part.by_parameter and part.whole.itemsize > dtype.itemsize for part in parts):
             return None
@@ -60,6 +63,8 @@ class AppliedUpdates:
         self._groups.clear()
         self._results.clear()
         self._calls.clear()
+        if self._compared:
+            self._problem = None
         for group in self._optimizer.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 slot = self._slots.get(id(parameter))
@@ -79,26 +84,33 @@ class AppliedUpdates:
         self._open.close()
 
     def _check(self) -> None:
-        if len(self._results) != len(self._calls) or any(one.dtype != self._dtype for one in self._results):
+        calls = zip(self._calls, self._results, strict=False)
+        if len(self._results) != len(self._calls) or any(
+            one.dtype != self._dtype or one.shape != self._shapes.get(index, one.shape) for index, one in calls
+        ):
+            forms = sorted({f"{one.dtype} {tuple(one.shape)}" for one in self._results})
             self._problem = (
                 f"{type(self._optimizer).__name__}: its step called its operator {len(self._results)} times for "
-                f"{len(self._calls)} parameters, with results in "
-                f"{', '.join(sorted({str(one.dtype) for one in self._results})) or 'no dtype'}; expected one call for "
-                f"each parameter with a gradient, and {self._dtype}"
+                f"{len(self._calls)} parameters, with the results {', '.join(forms[:4]) or 'none'}; expected one call "
+                f"for each parameter with a gradient, and a result in its shape and {self._dtype}: call it in every "
+                f"step, or leave out update_dtype"
             )
 
     @torch.no_grad()
     def gather(self, part: OwnPart, doing: str) -> None:
         """Give every rank the new weights of a message, of which this one has updated its part."""
         self._check()
-        if self._problem is not None and self._compared:
-            raise InputError(self._problem)
         flat = part.scratch[: part.updates_bytes].view(self._dtype)[: part.whole.numel()]
         updates, weights = part.views(flat), part.views(part.whole)
         results = {} if self._problem else dict(zip(self._calls, self._results, strict=True))
         for slot in (slot for slot in part.message.slots if slot.index in part.places):
             updates[slot.name].copy_(results.get(slot.index, torch.zeros(())))
+        if self._problem is not None and self._compared:
+            if flat.device.type != "cpu":  # where to look at what comes would have the host wait
+                raise InputError(self._problem)
+            flat[part.own].fill_(math.nan)
         part.gathered(self._world, flat[part.own], doing, flat[: sum(part.sizes)])
+        self._raise_together(part, flat)
         for slot in part.message.slots:
             if slot.index in self._groups and slot.index not in part.places:
                 self._operator.apply(weights[slot.name], updates[slot.name], self._groups[slot.index])
@@ -111,6 +123,16 @@ class AppliedUpdates:
                     f"on rank {self._world.rank} `apply` of {type(self._optimizer).__name__} gives other weights than "
                     f"its step (among {names[0]} … {names[-1]}); expected the same bits"
                 )
+
+    def _raise_together(self, part: OwnPart, flat: Tensor) -> None:
+        """Raise InputError where a rank has sent no numbers because of a problem: on all ranks, which have got them."""
+        if not self._compared or flat.device.type != "cpu":
+            return
+        starts = accumulate(part.sizes, initial=0)
+        if any(size and math.isnan(flat[start]) for start, size in zip(starts, part.sizes, strict=False)):
+            everyone = self._world.gather(self._problem, "comparing updates that are no numbers")
+            if problem := next(filter(None, everyone), None):
+                raise InputError(problem)
 
     def finish(self) -> bool:
         """Free the results of the step; return whether updates are applied in the next one; all ranks call this."""

@@ -84,6 +84,12 @@ class Sharded(Mode):
         """
         for optimizer in optimizers or (None,):
             if optimizer is not None and unit_of(optimizer) == "matrix":
+                name, dtype = type(optimizer).__name__, getattr(optimizer, "update_dtype", None)
+                if dtype is not None and not callable(getattr(optimizer, "apply", None)):
+                    return (
+                        f"{name}: found update_dtype = {dtype} without apply; expected a method apply(self, parameter, "
+                        f"update, group): add it, or leave update_dtype out"
+                    )
                 held = {id(one) for group in optimizer.param_groups for one in group["params"]}
                 cut = next((name for name, p in planned.items() if id(p) in held and name not in plan.owners), None)
                 if cut is None:

@@ -224,10 +224,11 @@ def batch(number: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 INTERFACES = {"sharded": ("sharded-step",), "late": ("late-gather",)}
 
 
-def _step(kind: str, buckets: int) -> StepPlan:
-    """Late gathers are of one bucket or two, by turns, the last buckets first."""
+def _step(kind: str, buckets: int, matrices: Sequence[str], ranks: int) -> StepPlan:
+    """Matrices have owners in turn; late gathers are of one bucket or two, by turns, the last buckets first."""
     if kind == "sharded":
-        return StepPlan(sharded=True)
+        owners = {name: at % ranks for at, name in enumerate(matrices)}
+        return StepPlan(sharded=True, owners=owners or None)
     left, groups = list(range(buckets)), list[tuple[int, ...]]()
     while left:
         groups.append(tuple(left.pop() for _ in range(min(len(left), 1 + len(groups) % 2))))
@@ -259,8 +260,8 @@ def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int, matric
         buckets=buckets,
         delay=DELAY if kind == "delayed" else None,
         updates=UpdatePlan(
-            step=_step(kind, len(buckets)) if kind in INTERFACES else None,
-            operator=_operators(matrices, group, ranks),
+            step=_step(kind, len(buckets), matrices, ranks) if kind in INTERFACES else None,
+            operator=None if kind in INTERFACES else _operators(matrices, group, ranks),
         ),
         interface=INTERFACES.get(kind),
     )

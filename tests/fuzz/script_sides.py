@@ -144,7 +144,8 @@ class PlanSide:
         if self.session is None:
             return optimizer.state_dict(), None
         shared = self._kind in SHARED and optimizer is self._arguments[2]
-        own = self.session.optimizer_state_dict() if shared else optimizer.state_dict()
+        with self.session.whole_optimizer_state() if shared else contextlib.nullcontext():
+            own = optimizer.state_dict()
         return own, self.session.state_dict()
 
     def restore(self, state: Any) -> None:

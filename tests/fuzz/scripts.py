@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 KINDS = ("exact", "sparse", "sharded", "delayed", "late")
 """Of the plan; `late` is sharded, with gathers beside the next forward, and compared with that."""
 SHARED = ("sharded", "late")
-WITH_MUON = ("exact", "sparse")
-"""Kinds whose scripts may have Muon for matrices, whose operators owners compute, and AdamW for the rest."""
+WITH_MUON = ("exact", "sparse", "sharded")
+"""Kinds whose scripts may have Muon for matrices, whose operators or steps owners compute, and AdamW for the rest."""
 FEATURES = (
     "norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart", "bank", "growing", "expert",
 )  # fmt: skip

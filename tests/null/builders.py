@@ -60,6 +60,13 @@ def add_matrix(gradient: dict[str, Any]) -> None:
         gradient["matrix"] = [rows, numel // rows]
 
 
+def add_operator(profile: dict[str, Any]) -> None:
+    """Gives the first gradient of a profile an operator that takes no time."""
+    first = profile["compute"]["gradients"][0]
+    shape = {"shape": [first["numel"]], "operator_us": 0.0, "result_bytes": 4, "parameters": [first["name"]]}
+    profile["compute"]["operator"] = {"optimizer": "Muon", "shapes": [shape]}
+
+
 def cluster_document(
     line: tuple[float, float] | None = (50.0, 0.01),
     samples: Sequence[Sequence[float]] | None = None,
@@ -180,16 +187,18 @@ def factors() -> st.SearchStrategy[tuple[float, float]]:
 @st.composite
 def problems(
     draw: st.DrawFn, max_count: int = 10, *, mixed: bool = False, monotone: bool = False, contention: bool = False,
-    matrices: bool = False,
+    matrices: bool = False, operator: bool = False,
 ) -> Problem:  # fmt: skip
-    """A profile on a cluster; with `matrices` at least one gradient is such, and others may be."""
+    """A profile on a cluster; with `matrices` at least one gradient is such, and others may be; see `add_operator`."""
     profile = draw(profile_documents(max_count, mixed))
-    if matrices:
+    if matrices or operator:
         gradients = profile["compute"]["gradients"]
         gradients[0] |= {"numel": 1000, "dtype": "float32"}
         for gradient in gradients:
             if gradient is gradients[0] or draw(st.booleans()):
                 add_matrix(gradient)
+    if operator:
+        add_operator(profile)
     return make(profile, draw(cluster_documents(monotone, contention)))
 
 

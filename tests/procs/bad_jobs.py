@@ -87,6 +87,11 @@ def optimizer_raises() -> TrainingJob:
     return _job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
 
 
+def muon_of_all() -> TrainingJob:
+    """A bias is no matrix."""
+    return _job(optimizer=torch.optim.Muon)
+
+
 def update_raises() -> TrainingJob:
     """An optimizer that wants a closure."""
     return _job(optimizer=torch.optim.LBFGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -96,7 +97,17 @@ class Whitened(Optimizer):
                 parameter.mul_(1.0 - group["lr"] * group["decay"])
                 buffer.mul_(group["momentum"]).add_(parameter.grad)
                 update = parameter.grad.add_(buffer, alpha=group["momentum"])
-                parameter.add_(self.operator(update, group), alpha=-group["lr"])
+                parameter.add_(self.whitened(update, group), alpha=-group["lr"])
+
+    def whitened(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return self.operator(update, group)
+
+
+class Transposed(Whitened):
+    """Gives its operator matrices of another shape than the parameters'."""
+
+    def whitened(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return self.operator(update.mT, group).mT
 
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -235,6 +246,7 @@ def everything() -> dict[str, Any]:
             "closures": as_ddp(muon, closures=True),
             "closures, own": as_ddp(MAKERS["own"], closures=True),
             "own matrix": as_ddp(muon, kind=WithExpert),
+            "transposed": as_ddp(Transposed),
             "accumulated": as_ddp(muon, every=2),
             "scaled": as_ddp(muon, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)),
             "50 steps": as_ddp(muon, steps=50),
@@ -242,6 +254,8 @@ def everything() -> dict[str, Any]:
         found["switched"] = switched(ranks)
         found["resumed"] = resumed(ranks)
     found["newton_schulz"] = newton_schulz()
+    found["raised"] = raised_within(ranks)
+    found["replanned"] = replanned(ranks)
     found["refused"] = refusals(ranks)
     found["fallback"] = fallbacks(ranks)
     return found
@@ -287,6 +301,32 @@ def resumed(ranks: int) -> bool:
     train(other, other, again, first=3, steps=3)
     session.detach()
     return equal(model, other)
+
+
+def raised_within(ranks: int) -> bool:
+    """After a step that raised, another Muon has torch's own operator."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+    train(model, model, made, steps=2)
+    made[0].param_groups[0]["weight_decay"] = None
+    with suppress(TypeError):
+        made[0].step()
+    found = newton_schulz()
+    session.detach()
+    return found
+
+
+def replanned(ranks: int) -> bool:
+    """A new plan has the owners of the present one, where no profile says what operators take."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+    train(model, model, made)
+    plan = planner.replan(session)
+    train(model, model, made, first=STEPS, steps=1)
+    session.detach()
+    return plan.updates == UpdatePlan(operator=OperatorPlan(owners=owners_of(ranks)))
 
 
 def newton_schulz() -> bool:
@@ -350,10 +390,13 @@ def fallbacks(ranks: int) -> dict[str, list[str]]:
     for kind in (PerRank, Backwards):
         model = Mixer()
         made = optimizers(model, kind)
-        session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+        plain = plan_of(model, ranks)
+        session = planner.attach(model, made, shared(plain, owners_of(ranks)))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             train(model, model, made, steps=3)
+            session.switch(shared(plain, {"up.weight": 0}))  # as a trial does
+            train(model, model, made, first=3, steps=1)
         session.detach()
         found[kind.__name__] = [str(one.message) for one in seen if one.category is runtime.FallbackWarning]
     return found

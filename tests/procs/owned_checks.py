@@ -73,6 +73,21 @@ class Forgetful(Narrow):
         parameter.add_(update, alpha=-group["lr"])
 
 
+class Skipping(Narrow):
+    """Leaves out its operator for square matrices from its third step on."""
+
+    def whitened(self, update: Tensor, group: Mapping[str, Any]) -> Tensor:
+        if self.calls > 2 and update.shape == (12, 12):
+            return update
+        return super().whitened(update, group)
+
+
+class Unapplied(Whitened):
+    """Does not say how updates are applied."""
+
+    update_dtype = torch.bfloat16
+
+
 OWNED: dict[str, Callable[[Any], Optimizer]] = MAKERS | {"with state": Preconditioned}
 
 
@@ -339,12 +354,31 @@ def refusals() -> dict[str, str]:
         made = optimizers(model, MAKERS["Muon"]) if of is None else of(model)
         return raised(lambda: planner.attach(model, made, replace(plan, updates=UpdatePlan(step=step), **more)))
 
+    def grouped(model: nn.Module) -> list[Optimizer]:
+        made = optimizers(model, MAKERS["Muon"])
+        if dist.get_rank() == 1:
+            made[1].add_param_group({"params": [made[0].param_groups[0]["params"].pop()]})
+        return made
+
     some = dict.fromkeys(trainable_parameters(Mixer()), 0)
     without = {name: owner for name, owner in some.items() if name != "down.weight"}
     return {
         "rank": attach({"owners": some | {"up.weight": 2}}),
+        "grouped": attach({}, grouped),
         "name": attach({"owners": some | {"no.weight": 0}}),
         "cut": attach({"owners": without}),
         "unknown": attach({}, lambda model: torch.optim.Adafactor(model.parameters())),
+        "unapplied": attach({}, lambda model: optimizers(model, Unapplied)),
         "rounded": attach({"weights": "bfloat16"}, accuracy="bounded"),
+        "skipped": skipped(),
     }
+
+
+def skipped() -> str:
+    """Return what each rank says where the step of one owner leaves out its operator."""
+    model = Mixer()
+    made = optimizers(model, Skipping)
+    session = planner.attach(model, made, owned(model, 2, everything=False))
+    said = raised(lambda: train(model, model, made, steps=4, clip=None))
+    session.detach()
+    return said

@@ -26,6 +26,7 @@ FAILING = {
     "loss_is_detached": ["loss returned ", "expected a scalar tensor that requires a gradient"],
     "optimizer_is_none": ["optimizer returned NoneType, expected a torch.optim.Optimizer"],
     "optimizer_raises": ["optimizer(parameters) raised ValueError: Invalid learning rate"],
+    "muon_of_all": ["optimizer(parameters): found bias, of shape (1,), under torch.optim.Muon, which takes matrices"],
     "update_raises": ["raised TypeError: ", "closure"],
     "meta": ["found parameters on the meta device, expected ones with values"],
 }

@@ -22,6 +22,8 @@ def test_shared_operators_give_the_bits_of_ddp(results: list[dict[str, Any]]) ->
         assert rank["switched"]
         assert rank["resumed"]
         assert rank["newton_schulz"]
+        assert rank["raised"]
+        assert rank["replanned"]
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

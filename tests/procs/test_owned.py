@@ -60,9 +60,12 @@ def test_state_exists_once(ranks: Results) -> None:
     ("case", "words"),
     [
         ("rank", "updates.step.owners: found rank 2 for 'up.weight'; expected ranks from 0 to 1"),
+        ("grouped", "never.weight in group 0 of Muon at position 0, rank 1: never.weight in group 1 of AdamW"),
         ("name", "updates.step.owners: found 'no.weight', which is no trainable parameter"),
         ("cut", "which orthogonalizes whole matrices; expected an owner of down.weight (updates.step.owners)"),
         ("unknown", "found Adafactor, which keeps sums over rows and columns"),
+        ("unapplied", "Unapplied: found update_dtype = torch.bfloat16 without apply; expected a method apply(self,"),
+        ("skipped", "and a result in its shape and torch.bfloat16: call it in every step, or leave out update_dtype"),
         ("rounded", "updates.step.weights: found bfloat16 in a plan with owners of whole parameters"),
     ],
 )

@@ -308,7 +308,7 @@ def notes(problem: Problem, step: StepPlan | None) -> list[str]:
     if not step.sharded:
         found = [f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be "
                  f"{GAIN:.0%} shorter{memory}", *_not_late(step)]  # fmt: skip
-        return [*found, too_large_note(step)] if _exceeds(step.replicated_bytes, step.memory_bytes) else found
+        return [*found, too_large_note(problem, step)] if _exceeds(step.replicated_bytes, step.memory_bytes) else found
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
     demanded = _exceeds(step.replicated_bytes, step.memory_bytes) and _saves(step)
     found = [
@@ -318,7 +318,7 @@ def notes(problem: Problem, step: StepPlan | None) -> list[str]:
         *owned.notes(problem, step.owners or {}),
     ]
     if step.memory_bytes is not None and _exceeds(step.sharded_bytes, step.memory_bytes):
-        found.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {SMALLER}")
+        found.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {_smaller(problem, step)}")
     return found + _not_late(step)
 
 
@@ -327,7 +327,7 @@ def gain_note(problem: Problem, step: StepPlan, own_us: float) -> list[str]:
     if step.sharded_us is None:
         return []
     if _exceeds(step.replicated_bytes, step.memory_bytes):
-        return [too_large_note(replace(step, replicated_us=own_us))]
+        return [too_large_note(problem, replace(step, replicated_us=own_us))]
     if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
         return []
     memory = f", and {_memory(step)}" if _saves(step) else ""
@@ -337,17 +337,34 @@ def gain_note(problem: Problem, step: StepPlan, own_us: float) -> list[str]:
     ]
 
 
-def too_large_note(step: StepPlan) -> str:
+def too_large_note(problem: Problem, step: StepPlan) -> str:
     """Return that a plan does not fit into a rank's memory, and whether a sharded step would."""
     has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
     text = f"a rank needs {mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
     text += f"the {mib(has)} that it has"
+    smaller = _smaller(problem, step)
     if not _saves(step):
-        return f"{text}: {SMALLER}"
+        return f"{text}: {smaller}"
     if shared > has:
-        return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {SMALLER}"
+        return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {smaller}"
     text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
     return f"{text}; {ASK}"
+
+
+def _smaller(problem: Problem, step: StepPlan) -> str:
+    """Return what to do where a sharded step does not fit: more ranks do not help with a matrix that none can hold."""
+    (fixed, activations), optimizer = memory_parts(problem), problem.profile.compute.optimizer
+    whole, sizes = owned.whole_gradients(problem), problem.size_bytes.tolist()
+    if not whole or fixed is None or optimizer is None or optimizer.state_bytes is None:
+        return SMALLER
+    largest = max(whole, key=lambda gradient: sizes[gradient])
+    state = optimizer.state_bytes * sizes[largest] / sum(sizes)
+    if fixed - optimizer.state_bytes + state + activations <= (step.memory_bytes or 0):
+        return SMALLER
+    return (
+        f"one rank has all of {problem.profile.compute.gradients[largest].name} ({mib(sizes[largest])}), about "
+        f"{mib(int(state))} of state, so that more ranks do not help; take a smaller batch, or a smaller matrix"
+    )
 
 
 def memory_demands(step: StepPlan) -> bool:

@@ -186,6 +186,8 @@ def request() -> dict[str, Any]:
         "profile": usual_document(),
         "options": {"accuracy": "exact", "allow": []},
         "others": [[names], [[name] for name in names]],
+        "owners": None,
+        "gathers": [],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
+from planner.profile.bench import Bench
+from planner.profile.operator_times import measure_operators
 from runtime.comm.world import World
 from runtime.monitor.clock import WallClock
 from runtime.optimizers.kinds import find_not_elementwise
@@ -102,6 +105,21 @@ def test_one_operator_is_found_without_a_trace(make: Any) -> None:
         optimizer.step()
         plain.step()
         assert all(map(torch.equal, parameters, expected))
+
+
+def test_operators_of_all_optimizers_are_timed_by_shape_and_options() -> None:
+    more, (wide, tall), square = matrices(), matrices(), nn.Parameter(torch.ones(4, 6))
+    muon = torch.optim.Muon([{"params": [more[0], wide], "ns_steps": 5}, {"params": [more[1], square], "ns_steps": 2}])
+    named = {"more.0": more[0], "more.1": more[1], "wide": wide, "square": square, "tall": tall}
+    training: Any = SimpleNamespace(optimizer=[muon, Halved([tall])], parameters=named)
+    compute: Any = SimpleNamespace(gradients=[SimpleNamespace(name=name) for name in named])
+    found = measure_operators(training, Bench(World(), torch.device("cpu")), compute)
+    assert found is not None
+    assert found.optimizer == "Muon, Halved"
+    assert not found.applied
+    assert [shape.parameters for shape in found.shapes] == [("more.0", "wide"), ("more.1",), ("square",), ("tall",)]
+    assert all(shape.before_us > 0.0 for shape in found.shapes)
+    assert square.grad is None
 
 
 class OfGroups(torch.optim.Optimizer):

@@ -187,11 +187,12 @@ def test_operators_of_matrices_take_their_time(clock: Clock, compute: ComputePro
     gradients = tuple(replace(one, numel=12, backward_us=10.0) for one in compute.gradients[:4])
     names = tuple(gradient.name for gradient in gradients[:3])
     shape = OperatorShape(shape=(12,), operator_us=2000.0, result_bytes=24, parameters=names)
-    operator = OperatorProfile(optimizer="Muon", shapes=(shape,))
+    operator = OperatorProfile(optimizer="Muon", shapes=(shape,), applied=True)
     small = replace(compute, gradients=gradients, forward_us=100.0, update_us=7000.0, operator=operator)
     job = make_job(small, rank=0)
     optimizers = job.optimizer(list(job.model.named_parameters()))
     assert [type(one).__name__ for one in optimizers] == ["WaitingMatrices", "SGD"]
+    assert optimizers[0].update_dtype == torch.bfloat16
     start_s = clock.now_s
     job.loss(job.model, job.batch(0, 0)).backward()
     for one in optimizers:

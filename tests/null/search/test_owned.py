@@ -17,10 +17,11 @@ from planner.decide.given import given_request
 from planner.decide.plan_request import Request
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
+from planner.documents.text import mib
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_bytes
-from planner.model.owned import loads_us, whole_gradients
+from planner.model.owned import loads_us, whole_gradients, work_us
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.passes.late_gather import best_late
@@ -58,6 +59,17 @@ def test_the_largest_part_decides() -> None:
     assert sum(loads) == pytest.approx(3000.0)
     assert loads[0] - loads[1] == pytest.approx(3000.0 * (sizes[0] + sizes[1]) / sum(sizes))
     assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+
+
+def test_only_parameters_that_are_updated_whole_take_products_of_matrices() -> None:
+    """Not an embedding, of which another optimizer treats every element by itself."""
+    known = document(2, 1)
+    numels = [gradient["numel"] for gradient in known["compute"]["gradients"]]
+    for gradient in known["compute"]["gradients"]:
+        gradient["matrix"] = [gradient["numel"] // 10, 10]
+    matrix_us, embedding_us = work_us(make(known, halves_cluster(HALF, nodes=2)))
+    assert matrix_us / embedding_us == pytest.approx(numels[0] * (numels[0] / 10 + 10) / numels[1])
+    assert matrix_us + embedding_us == pytest.approx(3000.0)
 
 
 def test_updates_that_every_rank_applies_are_half_the_bytes_and_no_owners_work_alone() -> None:
@@ -117,7 +129,8 @@ def test_a_plan_has_owners_where_that_is_allowed_and_says_what_they_take() -> No
     owners = plan.updates.step.owners
     assert owners is not None
     assert set(owners) == {"g0", "g1", "g2", "g3"}
-    assert any("each of 4 whole parameters is updated by its owner" in note for note in plan.notes or ())
+    words = "each of 4 whole parameters is updated by its owner, which alone has its state (of each rank estimated by"
+    assert any(words in note for note in plan.notes or ())
     assert plan == optimize(profile, allow=["sharded-step"])
     drop_in = optimize(profile)
     assert drop_in.owners == {}
@@ -127,6 +140,14 @@ def test_a_plan_has_owners_where_that_is_allowed_and_says_what_they_take() -> No
     assert plan.predicted is not None
     assert late.predicted is not None
     assert late.predicted.iteration_us <= plan.predicted.iteration_us
+
+
+def test_a_matrix_that_no_rank_can_hold_is_named() -> None:
+    profile = parse_profile(document(6, 4, cluster=halves_cluster(HALF, nodes=2)))
+    largest = max(profile.compute.gradients[:4], key=lambda one: one.numel)
+    plan = optimize(profile, allow=["sharded-step"], max_memory_mib=0.1)
+    words = f"one rank has all of {largest.name} ({mib(largest.size_bytes)}), about"
+    assert any(words in note and "more ranks do not help" in note for note in plan.notes or ())
 
 
 def test_late_gathers_have_owners_too() -> None:

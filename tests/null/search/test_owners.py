@@ -19,6 +19,7 @@ from planner.ir import OperatorShares
 from planner.model.modes import step_us
 from planner.model.operator_costs import OperatorCosts, by_message, defect
 from planner.model.schedule_text import parse_schedule
+from planner.online.deciding import decide, names_of
 from planner.search.owners import _search
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -78,6 +79,14 @@ def test_many_matrices_are_planned_in_a_second_and_near_the_bound() -> None:
     assert found.update_us <= found.bound_us * 1.1
 
 
+def test_owners_begin_the_step_anew_for_each_matrix() -> None:
+    costs = random_costs(0, 4, 2)
+    slower = replace(costs, before_us=(7.0,) * 4)
+    shares = by_message(costs, (0, 0, -1, -1), (0,) * 4)
+    assert slower.update(shares).computed_us == pytest.approx(costs.update(shares).computed_us + 14.0)
+    assert slower.unshared_us == costs.unshared_us
+
+
 def problem_of(operator_us: float = 5000.0, **cluster: Any) -> Any:
     """Eight square matrices under Muon on four ranks."""
     machines = cluster_document(**({"line": (50.0, 0.01)} | cluster))
@@ -110,6 +119,20 @@ def test_nothing_to_gain_is_said() -> None:
     assert plan.updates.operator is not None
     assert plan.updates.operator.owners is None
     assert any("nothing to gain from owners" in note for note in plan.notes)
+
+
+def test_a_run_compares_buckets_with_the_same_owners() -> None:
+    plan = planner.optimize(problem_of().profile)
+    operator = plan.updates.operator if plan.updates else None
+    assert operator is not None
+    asked = {
+        "profile": problem_of().profile.to_document(), "options": {}, "others": [names_of(plan.buckets)],
+        "owners": operator.owners, "gathers": operator.messages,
+    }  # fmt: skip
+    answer, unowned = decide(asked), decide(asked | {"owners": None})
+    assert plan.predicted is not None
+    assert answer["others_us"] == [pytest.approx(plan.predicted.iteration_us)]
+    assert unowned["others_us"][0] > answer["others_us"][0]
 
 
 def test_strategies_and_text() -> None:

@@ -9,6 +9,7 @@ import pytest
 import reference
 from builders import (
     add_matrix,
+    add_operator,
     cluster_document,
     line_problem,
     make,
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from planner.decide.strategies import BASELINES, STRATEGIES, accuracy_of, make_schedule
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
+from planner.model.operator_costs import matrix_count
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.verify import verify
@@ -62,9 +64,11 @@ def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
     """A verified schedule, equal for equal problems; an exact one is never faster than the optimum of one dtype."""
     # What is narrowed, or sent as products, is added up in float32.
     mixed, contention = data.draw(st.booleans()) and not name.startswith(("wire", "lowrank")), data.draw(st.booleans())
-    problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention, matrices=name.startswith("lowrank")))
+    has = {"matrices": name.startswith("lowrank"), "operator": name.startswith("operators")}
+    problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention, **has))
     schedule = make_schedule(problem, name)
-    verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name))
+    norms, matrices = (len(problem.norm_layers), problem.ranks), matrix_count(problem)
+    verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name), norms=norms, matrices=matrices)
     assert make_schedule(problem, name) == schedule
     assert parse_schedule(str(schedule)) == schedule
     # No all-reduces of the library, or not all of them in the step.
@@ -79,6 +83,8 @@ def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
 def test_one_gradient_is_one_bucket(name: str) -> None:
     document = profile_document([(1000, 1.0)])
     add_matrix(document["compute"]["gradients"][0])
+    if name.startswith("operators"):
+        add_operator(document)
     assert groups(make(document, cluster_document((10.0, 0.1))), name) == [(0,)]
 
 
@@ -112,6 +118,11 @@ def test_wrong_arguments(name: str) -> None:
     problem = line_problem([(5, 1.0)], 10.0, 0.1)
     with pytest.raises(InputError, match=f"found the strategy {name}, expected"):
         make_schedule(problem, name)
+
+
+def test_operators_by_a_rule_need_operators() -> None:
+    with pytest.raises(InputError, match="found the strategy operators:round_robin for a profile without operators"):
+        make_schedule(line_problem([(5, 1.0)], 10.0, 0.1), "operators:round_robin")
 
 
 def test_wfbp_single_and_layers_by_hand() -> None:
