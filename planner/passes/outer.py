@@ -3,8 +3,8 @@
 Legal for relaxed plans, where `outer` is allowed. For every period H and delay t, the merge search cuts layers into
 fragments, one bucket each, whose messages take least longer than t steps; t is the smallest number of steps whose step
 is within 0.2 % of the shortest. H is the smallest whose predicted step is within 2 % of one without communication, for
-fewer local steps harm less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of
-ranges of gradients.
+fewer local steps harm less; 8 bits are taken where they allow a smaller H, or make the step shorter where no H is
+sufficient. Asks the cost model for all-reduces of ranges of gradients.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Outer(Pass):
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
         found = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
-        name = min(found, key=lambda name: (not _near(problem, found[name]), outer_steps.mode_of(found[name]).every))
-        chosen = found[name]
+        chosen = min(found.values(), key=lambda one: _order(problem, one))
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
@@ -86,6 +85,12 @@ class Outer(Pass):
 def _near(problem: Problem, schedule: Schedule) -> bool:
     """Tell whether a step is within 2 % of one without communication."""
     return step_us(problem, schedule) <= outer_steps.compute_us(problem) * (1.0 + GAIN)
+
+
+def _order(problem: Problem, schedule: Schedule) -> tuple[bool, float]:
+    """Return what schedules are chosen by: the smallest H that is sufficient, else the shortest step."""
+    near = _near(problem, schedule)
+    return not near, outer_steps.mode_of(schedule).every if near else step_us(problem, schedule)
 
 
 def check_max_period(value: object) -> int:
@@ -114,7 +119,12 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
     periods = sorted({1, *(2**power for power in range(1, 14) if 2**power <= largest), mode.every})
     times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
     near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
-    others = ", ".join(f"{name} needs H = {outer_steps.mode_of(one).every}" for name, one in found.items())
+    others = ", ".join(
+        f"{name} needs H = {outer_steps.mode_of(one).every}"
+        if _near(problem, one)
+        else f"{name} takes {ms(step_us(problem, one))} with H = {largest}"
+        for name, one in found.items()
+    )
     return [
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
