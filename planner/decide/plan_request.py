@@ -205,6 +205,11 @@ class Request:
                     f"plans none of what it limits; expected {codec.option} or all: add --compress {codec.option}, or "
                     f"leave {named} out"
                 )
+        if "max_period" in given and not any(isinstance(each, Outer) for each in self.lossy):
+            raise InputError(
+                f"--max-period {given['max_period']}: found it without --allow {Outer.interface}, so that no outer "
+                f"steps are planned, whose H it limits; expected both: add that, or leave --max-period out"
+            )
 
     def _check_interfaces(self) -> None:
         """Refuse options of passes that demand what is not allowed."""

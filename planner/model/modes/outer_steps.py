@@ -12,7 +12,7 @@ slowed, as the all-reduce of the bucket is during backward; the warm-up does not
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -157,9 +157,15 @@ def _period(problem: Problem, schedule: Schedule) -> tuple[Run, float, float]:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    """Return the mean step of a period."""
-    _, begin_us, end_us = _period(problem, schedule)
-    return (end_us - begin_us) / mode_of(schedule).every
+    """Return the mean step of a period.
+
+    Where no round begins before the one before it is taken, a longer period has more steps without communication, and
+    nothing else: of those one of the fewest steps is simulated.
+    """
+    mode, count = mode_of(schedule), len(fragments_of(schedule))
+    fewest = min(mode.every, count * (mode.late + 1))
+    _, begin_us, end_us = _period(problem, replace(schedule, mode=replace(mode, every=fewest)))
+    return (end_us - begin_us + (mode.every - fewest) * compute_us(problem)) / mode.every
 
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
