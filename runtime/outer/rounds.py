@@ -56,8 +56,10 @@ class BucketRound(Protocol):
         """Return the state of error feedback; empty where there is none."""
         ...
 
-    def load(self, residuals: dict[str, Any]) -> None:
-        """Continue from `residuals`; the anchors have been filled in, and no round is in flight."""
+    def load(self, residuals: dict[str, Any], *, summed: bool = False) -> None:
+        """Continue from `residuals`, or where they are the sum of all workers' from a part of it; the anchors have been
+        filled in, and no round is in flight.
+        """
         ...
 
 
@@ -134,7 +136,7 @@ class DenseRound:
     def residuals(self) -> dict[str, Any]:
         return {}
 
-    def load(self, residuals: dict[str, Any]) -> None:
+    def load(self, residuals: dict[str, Any], *, summed: bool = False) -> None:
         self._messages = []
 
 
@@ -206,8 +208,10 @@ class CompressedRound:
     def residuals(self) -> dict[str, Any]:
         return self._feedback.state()
 
-    def load(self, residuals: dict[str, Any]) -> None:
+    def load(self, residuals: dict[str, Any], *, summed: bool = False) -> None:
         self._feedback.load_state(residuals, self._parameters)
+        if summed:
+            self._lossy.feedback.residual.div_(self._workers)
 
 
 class BufferRound:

@@ -23,7 +23,7 @@ from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, InputError
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
@@ -372,6 +372,59 @@ def more_workers() -> dict[str, Any]:
     return found
 
 
+def other_layouts() -> dict[str, Any]:
+    """Fewer workers, one rank alone, and other plans continue with what a switch to synchronous steps leaves."""
+    found: dict[str, Any] = {}
+    ranks = dist.get_world_size()
+    groups = {count: dist.new_group(list(range(count))) for count in range(1, ranks + 1)}
+    for name, compressor, make in (("dense", None, Net), ("int8", INT8, single)):
+        loss, tolerance = (net_loss, TOLERANCE) if compressor is None else (single_loss, 1e-6)
+        spec = replace(STREAMING, warmup_steps=0)
+        model, optimizer, session = started(plan_of(spec, compressor), adamw, make())
+        train(model, optimizer, range(7), loss)
+        states: list[Any] = [None] * ranks
+        dist.all_gather_object(states, session.state_dict())
+        session.switch(plan_of(None))
+        expected = values_of(model, optimizer)
+        session.detach()
+        plans = {
+            "same": plan_of(spec, compressor),
+            "other": plan_of(OuterSpec(every=3), compressor),
+            "with a warm-up": plan_of(OuterSpec(every=2, warmup_steps=5)),
+            "longer warm-up": plan_of(OuterSpec(every=2, warmup_steps=90)),
+            "synchronous": plan_of(None),
+        }
+        for (count, group), (what, plan) in itertools.product(groups.items(), plans.items()):
+            world = PlanWorld(ranks=count)
+            if dist.get_rank() >= count:
+                continue
+            model, case = make(), f"{name}, {what} on {count}"
+            optimizer = adamw(model)
+            session = runtime.attach(model, optimizer, replace(plan, world=world), group, drift=False, timeout_s=15.0)
+            if what != "same":
+                try:
+                    session.load_state_dict(states[dist.get_rank()])
+                    found[f"{case}, alone"] = False
+                except InputError as error:
+                    found[f"{case}, alone"] = "list of" in str(error)
+            session.load_state_dict(states)
+            alone = count > 1 and what not in ("longer warm-up", "synchronous")
+            found[f"{case}, stage"] = session.step == 7 and session._mode.own_weights == alone
+            if alone:
+                session.switch(replace(plan_of(None), world=world))
+            found[case] = near(values_of(model, optimizer), expected, tolerance)
+            train(model, optimizer, range(7, 9), loss)
+            session.detach()
+    return found
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of the weights and of AdamW's moments."""
+    parameters = list(model.parameters())
+    moments = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+    return [one.detach().clone() for one in (*parameters, *moments)]
+
+
 def leaves_between_gradient_and_step() -> dict[str, Any]:
     """A switch that happens behind a backward makes that step a synchronous one."""
     model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
@@ -552,7 +605,7 @@ def buffers() -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
-    check.__name__: check
+    check.__case_: check
     for check in (
         against_reference,
         plain_averaging,
@@ -562,6 +615,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         resumed,
         switched,
         more_workers,
+        other_layouts,
         leaves_between_gradient_and_step,
         guarded,
         habits,
