@@ -214,6 +214,7 @@ def nodes() -> dict[str, Any]:
             session.switch(plan_of(None))
             found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
             session.detach()
+        found |= nodes_in_place_of_ranks(world)
         model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
         train(model, optimizer, range(9), single_loss)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -221,6 +222,28 @@ def nodes() -> dict[str, Any]:
         found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
         found["int8, between"] = not torch.equal(everyone[0], everyone[2])
         session.detach()
+    return found
+
+
+def nodes_in_place_of_ranks(world: dict[str, Any]) -> dict[str, Any]:
+    """States of ranks that were workers each continue between nodes with their mean, and not one by one."""
+    found: dict[str, Any] = {}
+    model, optimizer, session = started(plan_of(STREAMING))
+    train(model, optimizer, range(9))
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, session.state_dict())
+    session.switch(plan_of(None))
+    expected = values_of(model, optimizer)
+    session.detach()
+    model, optimizer, session = started(plan_of(STREAMING, **world))
+    try:
+        session.load_state_dict(states[dist.get_rank()])
+        found["one by one"] = False
+    except InputError as error:
+        found["one by one"] = "other workers: 4, here 2" in str(error)
+    session.load_state_dict(states)
+    found["their mean"] = near(values_of(model, optimizer), expected)
+    session.detach()
     return found
 
 
@@ -492,6 +515,33 @@ def guarded() -> dict[str, Any]:
     return found
 
 
+def ended_for_good() -> dict[str, Any]:
+    """What the guard has ended stays synchronous where it resumes, with the same plan and with an exact one."""
+    found: dict[str, Any] = {}
+    plan = plan_of(replace(STREAMING, warmup_steps=0))
+    model, optimizer, session = started(plan)
+    with (
+        warnings.catch_warnings(),
+        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1),
+    ):
+        warnings.simplefilter("ignore")
+        train(model, optimizer, range(20))
+    found["ended"] = not session._mode.own_weights
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+    train(model, optimizer, range(20, 30))
+    expected = values_of(model, optimizer)
+    session.detach()
+    for name, following in (("the same plan", plan), ("an exact one", plan_of(None))):
+        model, optimizer, session = started(following)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        session.load_state_dict(saved[2])
+        train(model, optimizer, range(20, 30))
+        found[name] = session.step == 30 and near(values_of(model, optimizer), expected, 0.0)
+        session.detach()
+    return found
+
+
 def loses_a_worker() -> None:
     """The second worker is killed between rounds."""
     model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
@@ -618,6 +668,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         other_layouts,
         leaves_between_gradient_and_step,
         guarded,
+        ended_for_good,
         habits,
         left_out,
         buffers,
