@@ -587,7 +587,7 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
 
 
 def _phases_problem(plan: Plan, phases: Sequence[PhasePlan], path: str) -> str | None:
-    for name in ("buckets", "fsdp2", "delay", "local_async", "updates", "fallback"):
+    for name in ("buckets", "fsdp2", "delay", "outer", "local_async", "updates", "fallback"):
         if getattr(plan, name):
             return f"{path}.{name}: found it with phases, which have their own; take it out"
     before = 0
