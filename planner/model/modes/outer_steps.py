@@ -26,6 +26,7 @@ from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from planner.model.spending import slowdowns, spending
 from runtime.plan import Accuracy, OuterSpec, Plan, combinations
+from runtime.plan.interfaces import OUTER
 from runtime.plan.timeline import Timeline
 
 WARMUP_STEPS = 500
@@ -229,17 +230,18 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Return `outer`, with the published outer optimizer."""
+    """Return `outer`, with the published outer optimizer, and the interface that scripts have to know of."""
     mode, gradients = mode_of(schedule), problem.profile.compute.gradients
     fragments = tuple(
         tuple(gradients[index].name for bucket in buckets for index in schedule.buckets[bucket].gradients)
         for buckets in fragments_of(schedule)
     )
     return {
+        "interface": (OUTER,),
         "outer": OuterSpec(
             every=mode.every, fragments=fragments, delay_steps=mode.late, mix=MIX if mode.late else 0.0,
             warmup_steps=WARMUP_STEPS,
-        )
+        ),
     }  # fmt: skip
 
 

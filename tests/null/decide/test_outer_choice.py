@@ -93,6 +93,7 @@ def test_h_is_the_smallest_that_hides_messages() -> None:
     assert step_us(problem(), make_schedule(problem(), f"outer:{plan.outer.every - 1}")) > COMPUTE_US * (1.0 + GAIN)
     assert any(f"H = {plan.outer.every} is the smallest" in note for note in plan.notes)
     assert plan.fallback is not None
+    assert plan.interfaces == ("outer",)
 
 
 def test_without_being_allowed_there_are_none() -> None:
