@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 
 from planner.ir import GAIN
 from planner.online.candidates import Candidates, digest_of
@@ -21,6 +22,8 @@ COMPILE_BUDGET = 0.05
 """Share of the time so far that compiling for trials may take."""
 TRIAL_BUDGET, MIN_BUDGET_STEPS = 0.01, 0.5
 """Share of the steps so far that all trials may cost, and the steps of it that another trial needs to begin."""
+GUARDED_PERIODS = 2
+"""Periods of synchronous steps before outer ones that are kept: the guard compares distances with their movement."""
 
 
 class Trials:
@@ -82,7 +85,7 @@ class Trials:
                 run.exact_ratio = run.ratio
         run.tell(verdict.text, aloud=True)
         self._candidates.learn(plan, verdict)
-        run.switch(plan if verdict.good else old)
+        run.switch(_behind_movement(plan, run.session.step) if verdict.good else old)
         if verdict.good:  # the run may end before it has tried everything
             run.remember(verdict.step_us, settled=False)
         ranks: list[dict[bool, list[Overlap]]] = run.gather(seen, "comparing what plans overlap")
@@ -149,3 +152,11 @@ class Trials:
         run.cost_us += run.compile_us
         run.tell(f"{called(plan)}: compiled in {run.compile_us / 1e6:.1f} s")
         run.switch(old)
+
+
+def _behind_movement(plan: Plan, step: int) -> Plan:
+    """Return a plan as it is kept behind a step: its outer steps begin after those whose movement the guard measures."""
+    if plan.outer is None:
+        return plan
+    warmup_steps = step + 1 + GUARDED_PERIODS * plan.outer.every
+    return replace(plan, outer=replace(plan.outer, warmup_steps=warmup_steps))
