@@ -347,10 +347,11 @@ class Outer(Mode, StepHooks):
                 )
             else:
                 own = compressed[index]
-                lossy = make_lossy(
-                    own, planned.compressor, ranks, rank=self.host.world.rank, native=planned.transport.native
+                native = planned.transport.native
+                lossy = make_lossy(own, planned.compressor, ranks, rank=host.world.rank, native=native)
+                made = CompressedRound(
+                    own, lossy, self._parameters, self.spec.optimizer, host.world, communicator, self._peers()
                 )
-                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, self.host.world, communicator)
             for anchor in made.anchors:
                 anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
             self._rounds.append(made)

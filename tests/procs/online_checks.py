@@ -703,8 +703,9 @@ def outer_on_a_slow_link() -> dict[str, bool]:
             steps(side, range(step, step + 1))
             if session._pilot.stage is None:
                 break
+        steps(side, range(800, 801))
         found, story = session.plan, session._pilot.story
-        steps(side, range(800, 805 + 2 * (found.outer.every if found.outer else 0)))
+        steps(side, range(801, 805 + 2 * (found.outer.every if found.outer else 0)))
         results[f"outer: {story}"] = found.outer is not None and session._mode.own_weights
         results["behind steps that the guard has measured"] = bool(session._mode.distances.base)
         results["not in its synchronous steps"] = session.step > 60

@@ -26,6 +26,7 @@ import runtime
 from runtime.errors import CommunicationError, InputError
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
+from runtime.outer.rounds import CompressedRound
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 from runtime.sparse.compressors import wire
@@ -215,8 +216,13 @@ def nodes() -> dict[str, Any]:
             found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
             session.detach()
         found |= nodes_in_place_of_ranks(world)
+        for rule in (LOCAL_SGD, OuterOptimizer()):
+            found |= narrow(f"int8, {rule}", replace(STREAMING, optimizer=rule), loss, workers, rank // 2, **world)
         model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
         train(model, optimizer, range(9), single_loss)
+        assert isinstance(session._mode, Outer)
+        messages = [one._lossy.packed for one in session._mode._rounds if isinstance(one, CompressedRound)]
+        found["int8, one message of a node"] = [len(one.received) for one in messages] == [workers, workers]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in model.parameters()]))
         found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
@@ -308,17 +314,21 @@ def narrow_against_reference() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for t, rule in itertools.product((0, 2), (LOCAL_SGD, OuterOptimizer())):
         spec = replace(STREAMING, delay_steps=t, optimizer=rule)
-        expected = Reference(Net, sgd, net_loss, dist.get_world_size(), spec).begin().run(26)
-        model, optimizer, session = started(plan_of(spec, INT8), sgd, single())
-        train(model, optimizer, range(26), single_loss)
-        pairs = zip(model.parameters(), expected.models[dist.get_rank()].parameters(), strict=True)
-        apart = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
-        code = expected.largest / 127.0
-        bound = 2.0 * code * rule.lr / (1.0 - rule.momentum)
-        name = f"t={t}, momentum {rule.momentum}"
-        found[f"{name}: {apart / code:.2f} codes"] = 1e-3 * code < apart <= bound
-        session.detach()
+        found |= narrow(f"t={t}, momentum {rule.momentum}", spec, net_loss, dist.get_world_size(), dist.get_rank())
     return found
+
+
+def narrow(name: str, spec: OuterSpec, loss: Any, workers: int, worker: int, **world: Any) -> dict[str, Any]:
+    """Train in 8 bits, and compare one worker with that of the reference; see `narrow_against_reference`."""
+    expected = Reference(Net, sgd, loss, workers, spec).begin().run(26)
+    model, optimizer, session = started(plan_of(spec, INT8, **world), sgd, single())
+    train(model, optimizer, range(26), single_loss)
+    session.detach()
+    pairs = zip(model.parameters(), expected.models[worker].parameters(), strict=True)
+    apart = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
+    code = expected.largest / 127.0
+    bound = 2.0 * code * spec.optimizer.lr / (1.0 - spec.optimizer.momentum)
+    return {f"{name}: {apart / code:.2f} codes": 1e-3 * code < apart <= bound}
 
 
 def mean_over_ranks(value: Tensor | None) -> Tensor:
