@@ -168,7 +168,8 @@ class Request:
             if accuracy in self._classes:
                 found += [each for each in self.all_passes if each.accuracy == accuracy] or usual
         found = [each for each in found if not each.interface or each.interface in self.interfaces]
-        return with_options(found, **{option: getattr(self, option) for option in LOSSY_OPTIONS})
+        options = {option: getattr(self, option) for option in LOSSY_OPTIONS}
+        return with_options(found, memory_mib=check_memory(self.max_memory_mib), **options)
 
     @property
     def _classes(self) -> tuple[Accuracy, ...]:

@@ -155,7 +155,7 @@ class Trials:
 
 
 def _behind_movement(plan: Plan, step: int) -> Plan:
-    """Return a plan as it is kept behind a step: its outer steps begin after those whose movement the guard measures."""
+    """Return a plan as it is kept: outer steps begin behind synchronous ones, whose movement the guard measures."""
     if plan.outer is None:
         return plan
     warmup_steps = step + 1 + GUARDED_PERIODS * plan.outer.every

@@ -9,14 +9,18 @@ sufficient. Asks the cost model for all-reduces of ranges of gradients.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from planner.documents.text import ms, pluralize
+import numpy as np
+
+from planner.documents.text import mib, ms, pluralize
 from planner.ir import GAIN, Codec, Dense, Schedule
 from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
-from planner.model.modes import outer_steps, step_us
+from planner.model.modes import outer_steps, sharded, step_us
 from planner.model.problem import Problem
 from planner.passes.base import Bound, Candidate, Pass, check_count
 from planner.passes.joint import Codecs, compress_of
@@ -38,6 +42,8 @@ class Outer(Pass):
     """The largest H that may be chosen; 0: 64."""
     compress: str = ""
     """Names of encodings, as for `joint`; 8 bits are looked at where `wire` is among them."""
+    memory_mib: float = 0.0
+    """Memory of a rank; 0: what the profile has. Encodings that need more are left out."""
 
     @property
     def codecs(self) -> Codecs:
@@ -63,12 +69,18 @@ class Outer(Pass):
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
         found = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
-        chosen = min(found.values(), key=lambda one: _order(problem, one))
+        limit_bytes = sharded.memory_bytes(problem, self.memory_mib)
+        fitting = [one for one in found.values() if limit_bytes is None or needed_bytes(problem, one) <= limit_bytes]
+        if not fitting:
+            need = mib(min(needed_bytes(problem, one) for one in found.values()))
+            why_not = f"outer steps: need {need} of memory, more than the {mib(limit_bytes or 0)} of a rank"
+            return Candidate(schedule=schedule, why_not=why_not)
+        chosen = min(fitting, key=lambda one: _order(problem, one))
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
             schedule=chosen,
-            notes=tuple(notes(problem, chosen, largest, found)),
+            notes=tuple(notes(problem, chosen, largest, found, fitting)),
             bound=Bound(
                 step_us=alone_us, method="each period simulated with several cuts",
                 note="the bound is a step without communication",
@@ -85,6 +97,17 @@ class Outer(Pass):
 def _near(problem: Problem, schedule: Schedule) -> bool:
     """Tell whether a step is within 2 % of one without communication."""
     return step_us(problem, schedule) <= outer_steps.compute_us(problem) * (1.0 + GAIN)
+
+
+def needed_bytes(problem: Problem, schedule: Schedule) -> int:
+    """Return a rank's bytes of weights, gradients, state and known activations (0 where the state is unknown), with
+    anchors, outer momenta, residuals and the largest message.
+    """
+    wide = np.maximum(problem.size_bytes, 4 * problem.numel)
+    copies = 1.0 / problem.ranks + (1.0 / problem.ranks if schedule.buckets[0].codec.exact else 2.0)
+    largest = max(int(wide[list(bucket.gradients)].sum()) for bucket in schedule.buckets)
+    known = sharded.replicated_bytes(problem)
+    return 0 if known is None else known + math.ceil(copies * float(wide.sum())) + largest
 
 
 def _order(problem: Problem, schedule: Schedule) -> tuple[bool, float]:
@@ -112,7 +135,9 @@ def smallest_period(problem: Problem, codec: Codec, largest: int) -> Schedule:
     return best_cut(problem, high, codec)
 
 
-def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule]) -> list[str]:
+def notes(
+    problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule], fitting: Sequence[Schedule]
+) -> list[str]:
     """Return what readers of a plan with this schedule should know: why H, t, fragments and the encoding."""
     mode, alone_us = outer_steps.mode_of(chosen), outer_steps.compute_us(problem)
     codec = chosen.buckets[0].codec
@@ -120,7 +145,9 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
     times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
     near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
     others = ", ".join(
-        f"{name} needs H = {outer_steps.mode_of(one).every}"
+        f"{name} needs more memory than there is"
+        if one not in fitting
+        else f"{name} needs H = {outer_steps.mode_of(one).every}"
         if _near(problem, one)
         else f"{name} takes {ms(step_us(problem, one))} with H = {largest}"
         for name, one in found.items()
