@@ -451,9 +451,9 @@ class Session:
     def global_weights(self) -> Iterator[None]:
         """Give the model the synchronized weights and buffers inside: to evaluate, and to save them.
 
-        Only plans with a delay leave ranks with weights of their own, and some with the sharded step
-        round them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls
-        it between the same two steps. What a script changes inside is lost.
+        Plans with a delay or outer steps leave ranks with weights of their own, and some with the sharded step round
+        them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls it
+        between the same two steps. What a script changes inside is lost.
 
         Raises:
             InputError: called inside a backward, or after `detach`.
@@ -632,7 +632,8 @@ class Session:
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
         rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
-        with a delay its part of the global weights and momenta, and its own weights (`delay`).
+        with a delay its part of the global weights and momenta, and its own weights (`delay`), one with outer steps
+        these and its optimizers' state (`outer`).
         """
         named = {"plan": self.plan.digest(), "ranks": self._world.ranks}
         return named | self._weights.state() | self._monitor.state() | self._mode.state()
@@ -676,7 +677,8 @@ class Session:
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
-                number of ranks (without a delay): each takes a share, and their sum stays what it was.
+                number of ranks (without a delay): each takes a share, and their sum stays what it was. With
+                outer steps also for another plan: training continues with the mean of weights and optimizer states.
 
         Raises:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
