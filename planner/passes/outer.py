@@ -10,7 +10,6 @@ sufficient. Asks the cost model for all-reduces of ranges of gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -68,19 +67,18 @@ class Outer(Pass):
                 why_not=f"outer steps: nothing to gain, stay synchronous: the exact step of {ms(now_us)} is within "
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
-        found = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
-        limit_bytes = sharded.memory_bytes(problem, self.memory_mib)
-        fitting = [one for one in found.values() if limit_bytes is None or needed_bytes(problem, one) <= limit_bytes]
-        if not fitting:
-            need = mib(min(needed_bytes(problem, one) for one in found.values()))
-            why_not = f"outer steps: need {need} of memory, more than the {mib(limit_bytes or 0)} of a rank"
-            return Candidate(schedule=schedule, why_not=why_not)
-        chosen = min(fitting, key=lambda one: _order(problem, one))
+        every = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
+        limit_bytes = sharded.memory_bytes(problem, self.memory_mib) or math.inf
+        found = {name: one for name, one in every.items() if needed_bytes(problem, one) <= limit_bytes}
+        if not found:
+            need = mib(min(needed_bytes(problem, one) for one in every.values()))
+            return Candidate(schedule=schedule, why_not=f"outer steps need {need} of memory, and a rank has less")
+        chosen = min(found.values(), key=lambda one: _order(problem, one))
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
             schedule=chosen,
-            notes=tuple(notes(problem, chosen, largest, found, fitting)),
+            notes=tuple(notes(problem, chosen, largest, found)),
             bound=Bound(
                 step_us=alone_us, method="each period simulated with several cuts",
                 note="the bound is a step without communication",
@@ -135,9 +133,7 @@ def smallest_period(problem: Problem, codec: Codec, largest: int) -> Schedule:
     return best_cut(problem, high, codec)
 
 
-def notes(
-    problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule], fitting: Sequence[Schedule]
-) -> list[str]:
+def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule]) -> list[str]:
     """Return what readers of a plan with this schedule should know: why H, t, fragments and the encoding."""
     mode, alone_us = outer_steps.mode_of(chosen), outer_steps.compute_us(problem)
     codec = chosen.buckets[0].codec
@@ -145,9 +141,7 @@ def notes(
     times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
     near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
     others = ", ".join(
-        f"{name} needs more memory than there is"
-        if one not in fitting
-        else f"{name} needs H = {outer_steps.mode_of(one).every}"
+        f"{name} needs H = {outer_steps.mode_of(one).every}"
         if _near(problem, one)
         else f"{name} takes {ms(step_us(problem, one))} with H = {largest}"
         for name, one in found.items()

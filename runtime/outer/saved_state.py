@@ -86,18 +86,10 @@ def states_of(given: Any, rank: int, ranks: int) -> list[dict[str, Any]] | None:
 
 def other_layout(state: Mapping[str, Any], spec: OuterSpec, plan: Plan) -> str | None:
     """Return how the layout of a state differs from that of a plan; None: it does not."""
-    for what, before, now in (("outer", state["spec"], asdict(spec)), ("buckets", state["buckets"], buckets_of(plan))):
-        if before != now:
-            return f"another layout of {what} ({_first_difference(before, now)})"
-    return None
-
-
-def _first_difference(before: Any, now: Any) -> str:
-    if isinstance(before, Mapping):
-        key = next(key for key in now if before.get(key) != now[key])
-        return f"{key} {before.get(key)!r}, here {now[key]!r}"
-    index = next((i for i, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]), len(now))
-    return f"bucket {index}"
+    before, now = state["spec"], asdict(spec)
+    if (key := next((key for key in now if before.get(key) != now[key]), None)) is not None:
+        return f"another layout (outer.{key} {before.get(key)!r}, here {now[key]!r})"
+    return None if state["buckets"] == buckets_of(plan) else "another layout of buckets"
 
 
 def refuse_alone(states: Sequence[Mapping[str, Any]], different: str | None) -> None:

@@ -671,21 +671,6 @@ def bounded_is_reported() -> dict[str, bool]:
     return results
 
 
-def ends_outer_steps(side: Side, session: PlannedSession, results: dict[str, bool]) -> None:
-    """Once the guard has ended them the run tries none again."""
-    assert session._pilot is not None
-    run = session._pilot._run
-    with warnings.catch_warnings(), mock.patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1):
-        warnings.simplefilter("ignore")
-        for step in range(300):
-            steps(side, range(step, step + 1))
-            if session.plan.outer is None:
-                break
-    run.take_guarded()
-    results["tried no more"] = run.too_far and session.plan == run.present
-    results["what they saved is gone"] = run.ratio == run.exact_ratio
-
-
 def outer_on_a_slow_link() -> dict[str, bool]:
     """The run finds outer steps, behind their synchronous ones, and the next run of the class begins with them."""
     results: dict[str, bool] = {}
@@ -711,7 +696,12 @@ def outer_on_a_slow_link() -> dict[str, bool]:
         results["not in its synchronous steps"] = session.step > 60
         results["alike"] = ranks_agree([story, found.digest()])
         results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"
-        ends_outer_steps(side, session, results)
+        run = session._pilot._run
+        stack.enter_context(mock.patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1))
+        steps(side, range(1000, 1010 + 2 * (found.outer.every if found.outer else 0)))
+        run.take_guarded()
+        results["the guard ends them for good"] = run.too_far and session.plan == found.fallback == run.present
+        results["what they saved is gone"] = run.ratio == run.exact_ratio
         side.close()
         again = online(wide(), accuracy="relaxed", allow="outer", drift=False)
         results["the next run begins with it"] = session_of(again).plan.outer == found.outer

@@ -215,7 +215,12 @@ def nodes() -> dict[str, Any]:
             session.switch(plan_of(None))
             found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
             session.detach()
-        found |= nodes_in_place_of_ranks(world)
+        states, expected_values = saved_and_ended(plan_of(STREAMING), Net, net_loss)
+        model, optimizer, session = started(plan_of(STREAMING, **world))
+        found["ranks before, alone"] = refused_alone(session, states[rank])
+        session.load_state_dict(states)
+        found["ranks before"] = near(values_of(model, optimizer), expected_values)
+        session.detach()
         for rule in (LOCAL_SGD, OuterOptimizer()):
             found |= narrow(f"int8, {rule}", replace(STREAMING, optimizer=rule), loss, workers, rank // 2, **world)
         model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
@@ -228,28 +233,6 @@ def nodes() -> dict[str, Any]:
         found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
         found["int8, between"] = not torch.equal(everyone[0], everyone[2])
         session.detach()
-    return found
-
-
-def nodes_in_place_of_ranks(world: dict[str, Any]) -> dict[str, Any]:
-    """States of ranks that were workers each continue between nodes with their mean, and not one by one."""
-    found: dict[str, Any] = {}
-    model, optimizer, session = started(plan_of(STREAMING))
-    train(model, optimizer, range(9))
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, session.state_dict())
-    session.switch(plan_of(None))
-    expected = values_of(model, optimizer)
-    session.detach()
-    model, optimizer, session = started(plan_of(STREAMING, **world))
-    try:
-        session.load_state_dict(states[dist.get_rank()])
-        found["one by one"] = False
-    except InputError as error:
-        found["one by one"] = "other workers: 4, here 2" in str(error)
-    session.load_state_dict(states)
-    found["their mean"] = near(values_of(model, optimizer), expected)
-    session.detach()
     return found
 
 
@@ -408,47 +391,44 @@ def more_workers() -> dict[str, Any]:
 def other_layouts() -> dict[str, Any]:
     """Fewer workers, one rank alone, and other plans continue with what a switch to synchronous steps leaves."""
     found: dict[str, Any] = {}
-    ranks = dist.get_world_size()
-    groups = {count: dist.new_group(list(range(count))) for count in range(1, ranks + 1)}
-    for name, compressor, make in (("dense", None, Net), ("int8", INT8, single)):
-        loss, tolerance = (net_loss, TOLERANCE) if compressor is None else (single_loss, 1e-6)
-        spec = replace(STREAMING, warmup_steps=0)
-        model, optimizer, session = started(plan_of(spec, compressor), adamw, make())
-        train(model, optimizer, range(7), loss)
-        states: list[Any] = [None] * ranks
-        dist.all_gather_object(states, session.state_dict())
-        session.switch(plan_of(None))
-        expected = values_of(model, optimizer)
-        session.detach()
+    groups = {count: dist.new_group(list(range(count))) for count in range(1, dist.get_world_size() + 1)}
+    for name, compressor, make, loss in (("dense", None, Net, net_loss), ("int8", INT8, single, single_loss)):
         plans = {
-            "same": plan_of(spec, compressor),
+            "same": plan_of(replace(STREAMING, warmup_steps=0), compressor),
             "other": plan_of(OuterSpec(every=3), compressor),
             "with a warm-up": plan_of(OuterSpec(every=2, warmup_steps=5)),
             "longer warm-up": plan_of(OuterSpec(every=2, warmup_steps=90)),
             "synchronous": plan_of(None),
         }
+        states, expected = saved_and_ended(plans["same"], make, loss)
         for (count, group), (what, plan) in itertools.product(groups.items(), plans.items()):
-            world = PlanWorld(ranks=count)
             if dist.get_rank() >= count:
                 continue
-            model, case = make(), f"{name}, {what} on {count}"
+            model, case, world = make(), f"{name}, {what} on {count}", PlanWorld(ranks=count)
             optimizer = adamw(model)
             session = runtime.attach(model, optimizer, replace(plan, world=world), group, drift=False, timeout_s=15.0)
-            if what != "same":
-                try:
-                    session.load_state_dict(states[dist.get_rank()])
-                    found[f"{case}, alone"] = False
-                except InputError as error:
-                    found[f"{case}, alone"] = "list of" in str(error)
+            found[f"{case}, alone"] = what == "same" or refused_alone(session, states[dist.get_rank()])
             session.load_state_dict(states)
-            alone = count > 1 and what not in ("longer warm-up", "synchronous")
-            found[f"{case}, stage"] = session.step == 7 and session._mode.own_weights == alone
-            if alone:
+            local = count > 1 and what not in ("longer warm-up", "synchronous")
+            found[f"{case}, stage"] = session.step == 7 and session._mode.own_weights == local
+            if local:
                 session.switch(replace(plan_of(None), world=world))
-            found[case] = near(values_of(model, optimizer), expected, tolerance)
+            found[case] = near(values_of(model, optimizer), expected, TOLERANCE if compressor is None else 1e-6)
             train(model, optimizer, range(7, 9), loss)
             session.detach()
     return found
+
+
+def saved_and_ended(plan: Plan, make: Callable[[], nn.Module], loss: Any) -> tuple[list[Any], list[Tensor]]:
+    """States of all ranks behind seven steps, and what a switch to synchronous steps makes of model and optimizer."""
+    model, optimizer, session = started(plan, adamw, make())
+    train(model, optimizer, range(7), loss)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, session.state_dict())
+    session.switch(plan_of(None))
+    ended = values_of(model, optimizer)
+    session.detach()
+    return states, ended
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -456,6 +436,15 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor
     parameters = list(model.parameters())
     moments = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
     return [one.detach().clone() for one in (*parameters, *moments)]
+
+
+def refused_alone(session: Session, state: Any) -> bool:
+    """Whether the state of one rank is not enough."""
+    try:
+        session.load_state_dict(state)
+    except InputError as error:
+        return "list of" in str(error)
+    return False
 
 
 def leaves_between_gradient_and_step() -> dict[str, Any]:

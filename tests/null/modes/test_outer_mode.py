@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from torch import nn
 
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.topology import Topology
-from runtime.comm.world import World
 from runtime.core.buckets import make_plain_buckets
 from runtime.outer.anchors import Anchor
-from runtime.outer.averages import average_optimizer, mean_of
+from runtime.outer.averages import mean_of
 from runtime.outer.local_steps import Outer
 from runtime.outer.saved_state import _merged_optimizer
 from runtime.plan import ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
@@ -92,7 +90,6 @@ def test_the_mean_of_equal_tensors_is_the_tensor() -> None:
 
 
 def test_moments_of_a_single_element_are_averaged_and_step_counts_are_not() -> None:
-    """As those of other parameters, where outer steps end and where they resume."""
     states = []
     for gradient in (1.0, 3.0):
         parameter = nn.Parameter(torch.zeros(1))
@@ -104,13 +101,3 @@ def test_moments_of_a_single_element_are_averaged_and_step_counts_are_not() -> N
     one, other, found = (state["state"][0] for state in (*states, _merged_optimizer(states)))
     assert float(found["step"]) == 1.0
     assert float(found["exp_avg"]) == pytest.approx(float(one["exp_avg"] + other["exp_avg"]) / 2.0)
-    world = World(ranks=2)
-    with (
-        mock.patch.object(World, "gather", lambda self, value, what: [value, value]),
-        mock.patch.object(World, "gather_parts", lambda self, part, what: torch.cat([part, 3.0 * part])),
-    ):
-        before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-        average_optimizer(world, optimizer, [parameter])
-    after = optimizer.state[parameter]
-    assert torch.equal(after["step"], before["step"])
-    torch.testing.assert_close(after["exp_avg"], 2.0 * before["exp_avg"])
