@@ -172,7 +172,7 @@ def take_mean(states: Sequence[dict[str, Any]], host: Host) -> None:
         for buffer, value in zip(host.synced_buffers(), found["buffers"], strict=True):
             buffer.copy_(value)
     for optimizer, state in zip(host.optimizers, found["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(copied(state))
 
 
 def _merged_optimizer(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def edited(tmp_path: Path, text: str, *options: str) -> dict[str, Any]:
         ("delay k=7\n[0-5] all_reduce/library none", ["--accuracy", "relaxed"], "delay"),
         ("updaters 3 every 2,8 blocks 0-2;3-5\n[0-5] all_reduce/library none", ["--accuracy", "relaxed"],
          "local_async"),
-        ("outer every=4 delay=1\n[0-5] all_reduce/library none", ["--accuracy", "relaxed", "--allow", "outer"], "outer"),
+        ("outer every=4 delay=1\n[0-5] all_reduce/library none", ["--accuracy", "relaxed", "--allow", "outer"],
+         "outer"),
     ],
 )  # fmt: skip
 def test_an_edited_schedule_is_planned_however_long_it_takes(
