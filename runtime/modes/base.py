@@ -24,7 +24,6 @@ from runtime.core.options import AttachOptions
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.step_report import StepReport
-from runtime.outer import saved_state
 from runtime.plan import Plan
 from runtime.plan.combinations import SYNCHRONOUS
 from runtime.sparse.layout import make_buckets
@@ -311,19 +310,6 @@ class Synchronous(Mode):
     def state(self) -> dict[str, Any]:
         """See `Mode.state`; with the number of the step where the plan depends on it."""
         return super().state() | ({"step": self.host.step} if self.plan.from_step is not None else {})
-
-    def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """See `Mode.load`: where a run with outer steps ends, training continues with the mean of its workers. Raises
-        InputError also for the state of one of them alone.
-        """
-        states = saved_state.states_of(state, self.host.world.rank, self.host.world.ranks)
-        if states is None:
-            return super().load(state)
-        saved_state.refuse_alone(states, "outer steps")
-        loaded = super().load(saved_state.plain_states(state, states[0]["step"]))
-        if states[0]["begun"] is not None:
-            saved_state.take_mean(states, self.host)
-        return loaded
 
     def resume_at(self, step: int) -> None:
         """See `Mode.resume_at`: in the buckets of that step."""

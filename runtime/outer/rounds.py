@@ -145,12 +145,12 @@ class CompressedRound:
 
     def __init__(
         self, bucket: BucketBuffer, lossy: CompressedBucket, parameters: Parameters, optimizer: OuterOptimizer,
-        world: World, communicator: Communicator, peers: Sequence[int],
+        world: World, communicator: Communicator,
     ) -> None:  # fmt: skip
         """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients.
 
-        Where parts of the sum have owners, these get them from their peers (see `MeanOfWeights`), take the outer step,
-        and send what it moves the anchor by. Else all ranks send, those of one node the same.
+        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by. Ranks of
+        one node send the same, or where `lossy` sends among peers, each a part of it.
         """
         self._bucket, self._parameters, self._communicator = bucket, parameters, communicator
         self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
@@ -162,9 +162,8 @@ class CompressedRound:
             anchor = Anchor(self._message, world.rank, world.ranks, optimizer, shots.share, whole=True)
             shots.movement = anchor.movement
         self.anchors, self._moves, self._others = [anchor], shots is not None, list[slice]()
-        if shots is not None and len(peers) < world.ranks:
+        if shots is not None and (peers := shots.message.peers) is not None:
             self._workers = len(peers)
-            shots.message.send_among(peers)
             others = (rank for rank in range(world.ranks) if rank not in peers)
             self._others = [slice(rank * shots.share, (rank + 1) * shots.share) for rank in others]
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})

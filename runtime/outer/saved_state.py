@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.core.buckets import Part, Slot, lay_out
 from runtime.errors import InputError
+from runtime.modes.base import Host
 from runtime.outer.averages import is_averaged, mean_of
 from runtime.outer.rounds import mix_into
 from runtime.plan import OuterSpec, Plan
 from runtime.plan.executed import executed_bucket
 from runtime.sparse.residuals import merged
-
-if TYPE_CHECKING:
-    from runtime.modes.base import Host
 
 VERSION = 4
 KEYS = {"version", "spec", "buckets", "step", "begun", "ended", "every", "lrs", "distances", "report"}
@@ -103,9 +101,24 @@ def refuse_alone(states: Sequence[Mapping[str, Any]], different: str | None) -> 
 
 def plain_states(given: Any, step: int) -> Any:
     """Return states as given to `Mode.load`, as those of a run without outer steps, whose next step has this number."""
-    if isinstance(given, dict):
-        return {**{key: value for key, value in given.items() if key != "outer"}, "step": step}
-    return [plain_states(one, step) for one in given]
+    if not isinstance(given, dict):
+        return [plain_states(one, step) for one in given]
+    plain = given | {"step": step}
+    del plain["outer"]
+    return plain
+
+
+def as_synchronous(given: Any, host: Host) -> Any:
+    """Return states of any run, as given to `Session.load_state_dict`, as those of one without outer steps. If steps
+    were local, model, buffers and optimizers take the workers' mean here. Raises InputError as `refuse_alone`.
+    """
+    states = states_of(given, host.world.rank, host.world.ranks)
+    if states is None:
+        return given
+    refuse_alone(states, "outer steps")
+    if states[0]["begun"] is not None:
+        take_mean(states, host)
+    return plain_states(given, states[0]["step"])
 
 
 def merged_state(states: Sequence[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

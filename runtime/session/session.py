@@ -36,12 +36,13 @@ from runtime.core.options import AttachOptions
 from runtime.core.watch import ModelWatch
 from runtime.core.weights import Weights
 from runtime.errors import FallbackWarning, InputError
-from runtime.modes.base import Mode
+from runtime.modes.base import Mode, Synchronous
 from runtime.monitor.clock import make_clock
 from runtime.monitor.recorder import Recorder
 from runtime.optimizers.kinds import inner_optimizers
 from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.optimizers.planned_operators import PlannedOperators
+from runtime.outer.saved_state import as_synchronous
 from runtime.plan import Plan, load_plan
 from runtime.plan.document import PhasePlan
 from runtime.session.followed_shares import Shares
@@ -684,6 +685,8 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
                 also of other buckets.
         """
+        if isinstance(self._mode, Synchronous):
+            state = as_synchronous(state, self._host)
         self.step = self._mode.load(state)
         first = state if isinstance(state, dict) else state[0]
         self._weights.load(first)

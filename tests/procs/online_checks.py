@@ -697,7 +697,7 @@ def outer_on_a_slow_link() -> dict[str, bool]:
         results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"
         run = session._pilot._run
         stack.enter_context(mock.patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1))
-        steps(side, range(1000, 1010 + 2 * (found.outer.every if found.outer else 0)))
+        steps(side, range(1000, 1050 + 5 * (found.outer.every if found.outer else 0)))
         run.take_guarded()
         results["the guard ends them for good"] = run.too_far and session.plan == found.fallback == run.present
         results["what they saved is gone"] = run.ratio == run.exact_ratio
