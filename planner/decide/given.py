@@ -14,9 +14,11 @@ from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import parse_passes
 from planner.decide.plan_request import Request
 from planner.emit.lower import lower
-from planner.ir import ACCURACIES, Bucket, Schedule
+from planner.ir import ACCURACIES, Bucket, Mode, Schedule
 from planner.model.codecs import by_codec
+from planner.model.modes.delayed import Delayed
 from planner.model.modes.local_updaters import LocalUpdaters
+from planner.model.modes.outer_steps import OuterSteps
 from planner.model.modes.sharded import not_shared_reason, owners_of
 from planner.model.operator_costs import matrix_count
 from planner.model.owned import whole_gradients
@@ -27,6 +29,7 @@ from planner.passes.base import Pass, Pipeline
 from planner.passes.delay import Delay, unsuited
 from planner.passes.joint import DEFAULT_COMPRESS, Joint
 from planner.passes.local_async import LocalAsync
+from planner.passes.outer import Outer
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 from runtime.plan.files import read_text
@@ -65,8 +68,8 @@ def _lossy(schedule: Schedule) -> list[Pass]:
     """Return the lossy passes that decide what a plan reports of other choices of its class."""
     if schedule.accuracy == "bounded":
         return [Joint(compress=_compress(schedule))]
-    updaters = isinstance(schedule.mode, LocalUpdaters)
-    return [] if schedule.accuracy == "exact" else [LocalAsync() if updaters else Delay()]
+    passes: dict[type[Mode], Pass] = {LocalUpdaters: LocalAsync(), OuterSteps: Outer(), Delayed: Delay()}
+    return [passes[type(schedule.mode)]] if schedule.accuracy == "relaxed" else []
 
 
 def _compress(schedule: Schedule) -> str:
@@ -101,7 +104,8 @@ def _check(request: Request, text: ScheduleText, path: str) -> None:
         raise InputError(f"{path}: found the mode {schedule.mode}, but {reason}; leave that line out")
     if schedule.mode.shares_update and (reason := _owners_problem(problem, owners_of(schedule))) is not None:
         raise InputError(f"{path}: found the mode {schedule.mode}, but {reason}; correct its owners")
-    if schedule.mode.accuracy == "relaxed" and (reason := unsuited(problem, f"{schedule.mode} needs")):
+    any_optimizer = schedule.mode.accuracy != "relaxed" or isinstance(schedule.mode, OuterSteps)
+    if not any_optimizer and (reason := unsuited(problem, f"{schedule.mode} needs")):
         raise InputError(f"{path}: {reason}; leave that line out")
     for line, bucket in zip(text.lines, schedule.buckets, strict=True):
         if not _has_price(problem, bucket):

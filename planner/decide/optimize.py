@@ -29,6 +29,7 @@ from planner.model.updates import update_bound_us
 from planner.passes.base import Bound, Candidate, Pass
 from planner.passes.late_gather import LateGathers, best_late, needed_bytes
 from planner.passes.merge import merge_without_contention
+from planner.passes.outer import Outer
 from planner.passes.select import select
 from planner.passes.shard_updates import sharded_bound
 from planner.passes.topology import Topology, links_without_contention
@@ -248,6 +249,8 @@ def _with_step_plan(request: Request, plan: Plan, schedule: Schedule, replicated
 
 def _unused_memory_limit(request: Request) -> str:
     """Return why a limit of memory decides nothing; empty where it may."""
+    if any(isinstance(each, Outer) for each in request.lossy) and sharded.replicated_bytes(request.problem) is not None:
+        return ""
     if request.sharding is None:
         return "the pass shard_updates heeds it, and is not among the passes; add it to --passes"
     return sharded.unused_limit_reason(request.problem)

@@ -168,7 +168,8 @@ class Request:
             if accuracy in self._classes:
                 found += [each for each in self.all_passes if each.accuracy == accuracy] or usual
         found = [each for each in found if not each.interface or each.interface in self.interfaces]
-        return with_options(found, **{option: getattr(self, option) for option in LOSSY_OPTIONS})
+        options = {option: getattr(self, option) for option in LOSSY_OPTIONS}
+        return with_options(found, memory_mib=check_memory(self.max_memory_mib), **options)
 
     @property
     def _classes(self) -> tuple[Accuracy, ...]:
@@ -205,6 +206,11 @@ class Request:
                     f"plans none of what it limits; expected {codec.option} or all: add --compress {codec.option}, or "
                     f"leave {named} out"
                 )
+        if "max_period" in given and not any(isinstance(each, Outer) for each in self.lossy):
+            raise InputError(
+                f"--max-period {given['max_period']}: found it without --allow {Outer.interface}, so that no outer "
+                f"steps are planned, whose H it limits; expected both: add that, or leave --max-period out"
+            )
 
     def _check_interfaces(self) -> None:
         """Refuse options of passes that demand what is not allowed."""

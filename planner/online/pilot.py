@@ -248,7 +248,7 @@ class Pilot:
         if self._looks_at_narrow:
             bounded = yield from self._candidates.decide(measured, tried, "bounded")
         relaxed: Plan | None = None
-        if run.opening.key.accuracy == "relaxed":
+        if run.opening.key.accuracy == "relaxed" and not run.too_far:
             relaxed = yield from self._candidates.decide(measured, tried, "relaxed")
         if run.opening.way == "auto":
             fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())

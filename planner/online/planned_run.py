@@ -121,9 +121,9 @@ class PlannedRun:
     def take_guarded(self) -> None:
         """Take as the present plan what the guard has made of it (`runtime.sparse.guard`), the same on all ranks."""
         guarded = self.session.plan
-        if self.next is None and guarded.accuracy == "exact" and guarded == self.present.fallback:
+        if self.next is None and self.present.outer is not None and guarded == self.present.fallback:
             self.tell("workers were too far from each other: steps are synchronous again")
-            self.present = guarded
+            self.present, self.ratio, self.too_far = guarded, self.exact_ratio, True
         if self.next is not None or len(guarded.buckets) != len(self.present.buckets):
             return
         changed = [

@@ -27,6 +27,8 @@ TRIAL_BUDGET, MIN_BUDGET_STEPS = 0.01, 0.5
 that another trial needs to begin."""
 FORMS = (("bfloat16", NATIVE), ("bfloat16", TWO_SHOT), ("int8", TWO_SHOT))
 """Dtypes and transports in which narrow buckets are tried."""
+GUARDED_PERIODS = 2
+"""Periods of synchronous steps before outer ones that are kept: the guard compares distances with their movement."""
 
 
 class Trials:
@@ -90,7 +92,7 @@ class Trials:
                 run.exact_ratio = run.ratio
         run.tell(verdict.text, aloud=True)
         self._candidates.learn(plan, verdict)
-        run.switch(plan if verdict.good else old)
+        run.switch(_behind_movement(plan, run.session.step) if verdict.good else old)
         if verdict.good:  # the run may end before it has tried everything
             run.remember(verdict.step_us, settled=False)
         ranks: list[dict[bool, list[Overlap]]] = run.gather(seen, "comparing what plans overlap")
@@ -176,3 +178,11 @@ class Trials:
         run.cost_us += run.compile_us
         run.tell(f"{called(plan)}: compiled in {run.compile_us / 1e6:.1f} s")
         run.switch(old)
+
+
+def _behind_movement(plan: Plan, step: int) -> Plan:
+    """Return a plan as it is kept: outer steps begin behind synchronous ones, whose movement the guard measures."""
+    if plan.outer is None:
+        return plan
+    warmup_steps = step + 1 + GUARDED_PERIODS * plan.outer.every
+    return replace(plan, outer=replace(plan.outer, warmup_steps=warmup_steps))

@@ -3,20 +3,23 @@
 Legal for relaxed plans, where `outer` is allowed. For every period H and delay t, the merge search cuts layers into
 fragments, one bucket each, whose messages take least longer than t steps; t is the smallest number of steps whose step
 is within 0.2 % of the shortest. H is the smallest whose predicted step is within 2 % of one without communication, for
-fewer local steps harm less; 8 bits are taken where they allow a smaller H. Asks the cost model for all-reduces of
-ranges of gradients.
+fewer local steps harm less; 8 bits are taken where they allow a smaller H, or make the step shorter where no H is
+sufficient. Asks the cost model for all-reduces of ranges of gradients.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from planner.documents.text import ms, pluralize
+import numpy as np
+
+from planner.documents.text import mib, ms, pluralize
 from planner.ir import GAIN, Codec, Dense, Schedule
 from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
-from planner.model.modes import outer_steps, step_us
+from planner.model.modes import outer_steps, sharded, step_us
 from planner.model.problem import Problem
 from planner.passes.base import Bound, Candidate, Pass, check_count
 from planner.passes.joint import Codecs, compress_of
@@ -38,6 +41,8 @@ class Outer(Pass):
     """The largest H that may be chosen; 0: 64."""
     compress: str = ""
     """Names of encodings, as for `joint`; 8 bits are looked at where `wire` is among them."""
+    memory_mib: float = 0.0
+    """Memory of a rank; 0: what the profile has. Encodings that need more are left out."""
 
     @property
     def codecs(self) -> Codecs:
@@ -62,9 +67,13 @@ class Outer(Pass):
                 why_not=f"outer steps: nothing to gain, stay synchronous: the exact step of {ms(now_us)} is within "
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
-        found = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
-        name = min(found, key=lambda name: (not _near(problem, found[name]), outer_steps.mode_of(found[name]).every))
-        chosen = found[name]
+        every = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
+        limit_bytes = sharded.memory_bytes(problem, self.memory_mib) or math.inf
+        found = {name: one for name, one in every.items() if needed_bytes(problem, one) <= limit_bytes}
+        if not found:
+            need = mib(min(needed_bytes(problem, one) for one in every.values()))
+            return Candidate(schedule=schedule, why_not=f"outer steps need {need} of memory, and a rank has less")
+        chosen = min(found.values(), key=lambda one: _order(problem, one))
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
@@ -86,6 +95,23 @@ class Outer(Pass):
 def _near(problem: Problem, schedule: Schedule) -> bool:
     """Tell whether a step is within 2 % of one without communication."""
     return step_us(problem, schedule) <= outer_steps.compute_us(problem) * (1.0 + GAIN)
+
+
+def needed_bytes(problem: Problem, schedule: Schedule) -> int:
+    """Return a rank's bytes of weights, gradients, state and known activations (0 where the state is unknown), with
+    anchors, outer momenta, residuals and the largest message.
+    """
+    wide = np.maximum(problem.size_bytes, 4 * problem.numel)
+    copies = 1.0 / problem.ranks + (1.0 / problem.ranks if schedule.buckets[0].codec.exact else 2.0)
+    largest = max(int(wide[list(bucket.gradients)].sum()) for bucket in schedule.buckets)
+    known = sharded.replicated_bytes(problem)
+    return 0 if known is None else known + math.ceil(copies * float(wide.sum())) + largest
+
+
+def _order(problem: Problem, schedule: Schedule) -> tuple[bool, float]:
+    """Return what schedules are chosen by: the smallest H that is sufficient, else the shortest step."""
+    near = _near(problem, schedule)
+    return not near, outer_steps.mode_of(schedule).every if near else step_us(problem, schedule)
 
 
 def check_max_period(value: object) -> int:
@@ -114,7 +140,12 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Sch
     periods = sorted({1, *(2**power for power in range(1, 14) if 2**power <= largest), mode.every})
     times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
     near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
-    others = ", ".join(f"{name} needs H = {outer_steps.mode_of(one).every}" for name, one in found.items())
+    others = ", ".join(
+        f"{name} needs H = {outer_steps.mode_of(one).every}"
+        if _near(problem, one)
+        else f"{name} takes {ms(step_us(problem, one))} with H = {largest}"
+        for name, one in found.items()
+    )
     return [
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "

@@ -30,9 +30,9 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
     return first + apart / len(tensors)
 
 
-def is_averaged(value: Any, parameter: Tensor) -> bool:
-    """Tell whether an optimizer's state is averaged: one number for each element; others (step counts) are rank 0's."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == parameter.numel() > 1
+def is_averaged(key: str, value: Any) -> bool:
+    """Tell whether an optimizer's state of this name is averaged; step counts, numbers and the like are rank 0's."""
+    return isinstance(value, Tensor) and value.is_floating_point() and key != "step"
 
 
 @torch.no_grad()
@@ -43,23 +43,23 @@ def average_optimizer(world: World, optimizer: torch.optim.Optimizer, parameters
     """
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        values = {key: None if is_averaged(value, parameter) else value for key, value in state.items()}
+        values = {key: None if is_averaged(key, value) else value for key, value in state.items()}
         everyone: list[dict[str, Any]] = world.gather(values, WHAT)
         if not any(everyone):
             continue
         first = next(rank for rank, found in enumerate(everyone) if found)
         if all(found.keys() == everyone[first].keys() for found in everyone):
             for key, value in everyone[first].items():
-                mean = mean_over(world, state[key]) if value is None else value
-                put(state, key, mean)
+                mean = mean_over(world, state[key].to(parameter.device)) if value is None else value
+                put(state, key, mean, parameter.device)
             continue
         for key, value in world.gather(state if world.rank == first else None, WHAT)[first].items():
-            put(optimizer.state[parameter], key, value)
+            put(optimizer.state[parameter], key, value, parameter.device)
 
 
-def put(state: dict[str, Any], key: str, value: Any) -> None:
-    """Write a value into an optimizer's state, in the memory that is there."""
+def put(state: dict[str, Any], key: str, value: Any, device: torch.device) -> None:
+    """Write a value into an optimizer's state, in the memory that is there, else, if not on the host, on `device`."""
     if isinstance(state.get(key), Tensor) and isinstance(value, Tensor):
         state[key].copy_(value)
     else:
-        state[key] = value
+        state[key] = value.to(device) if isinstance(value, Tensor) and value.device.type != "cpu" else value

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
-from runtime.comm.collectives.direct import by_message, library_all_reduce
+from runtime.comm.collectives.direct import Narrowed, by_message, library_all_reduce
 from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
@@ -35,9 +35,10 @@ from runtime.core.usage import UsageFlags
 from runtime.errors import CommunicationError, InputError
 from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, check_workers, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
+from runtime.outer import saved_state
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, Fragment
-from runtime.outer.saved_state import VERSION, buckets_of, copied, merged_state, states_of
+from runtime.outer.saved_state import copied
 from runtime.plan import Plan
 from runtime.plan.combinations import OUTER
 from runtime.sparse.compressed import all_finite
@@ -305,11 +306,16 @@ class Outer(Mode, StepHooks):
         if self.host.step >= self.spec.warmup_steps:
             self._begin(self.host.step)
 
+    @property
+    def _workers(self) -> int:
+        """Number of nodes, or of ranks where these are the workers."""
+        return self.plan.world.nodes or self.host.world.ranks
+
     def _begin(self, step: int) -> None:
         """Let each worker have weights of its own after this number of steps, if all have memory for it."""
         host = self.host
         self._messages = host.world.split([range(host.world.ranks)])
-        if (self.plan.world.nodes or host.world.ranks) < host.world.ranks:
+        if self._workers < host.world.ranks:
             self._node = host.world.split(host.topology.nodes)
         warning = "the run stays synchronous: no memory for outer steps"
         exchange = make_on_all_ranks(self._lay_out, host.world, "beginning local steps", warning)
@@ -341,10 +347,11 @@ class Outer(Mode, StepHooks):
                 )
             else:
                 own = compressed[index]
-                lossy = make_lossy(
-                    own, planned.compressor, ranks, rank=self.host.world.rank, native=planned.transport.native
-                )
-                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, self.host.world, communicator)
+                native = planned.transport.native
+                lossy = make_lossy(own, planned.compressor, ranks, rank=host.world.rank, native=native)
+                if isinstance(lossy.packed, Narrowed) and self._node.ranks > 1:
+                    lossy.packed.send_among(self._peers())
+                made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, host.world, communicator)
             for anchor in made.anchors:
                 anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
             self._rounds.append(made)
@@ -488,8 +495,8 @@ class Outer(Mode, StepHooks):
         if self._aside is None:
             self._advance(self.host.step)
         state: dict[str, Any] = {
-            "version": VERSION, "spec": asdict(self.spec), "buckets": buckets_of(self.plan), "step": self.host.step,
-            "begun": None, "ended": self._ended, "every": self.every, "lrs": list(self._lrs),
+            "version": saved_state.VERSION, "spec": asdict(self.spec), "buckets": saved_state.buckets_of(self.plan),
+            "step": self.host.step, "begun": None, "ended": self._ended, "every": self.every, "lrs": list(self._lrs),
             "distances": self.distances.state(), "report": self._report,
         }  # fmt: skip
         if self._fragments is None:
@@ -499,7 +506,7 @@ class Outer(Mode, StepHooks):
         weights, buffers = self._aside or (self._own_weights(), self.host.synced_buffers())
         assert self._buffers is not None
         state |= {
-            "begun": self._begun, "done": self._done, "workers": self.host.world.ranks,
+            "begun": self._begun, "done": self._done, "workers": self._workers,
             "anchors": [[anchor.tensors() for anchor in one.anchors] for one in self._rounds],
             "residuals": [one.residuals() for one in self._rounds],
             "launched": [fragment.launched for fragment in self._fragments],
@@ -510,57 +517,65 @@ class Outer(Mode, StepHooks):
         return super().state() | {"rank": self.host.world.rank, "outer": copied(state)}
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """See `Mode.load`. Raises InputError for another layout, other outer steps, or other ranks."""
-        states = states_of(state, self.host.world.rank, self.host.world.ranks, self.spec, self.plan)
+        """See `Mode.load`. With other outer steps or buckets a run begins anew with the mean of all workers. Raises
+        InputError where that is needed and a worker's state was given alone, or the states are another model's.
+        """
+        host, ranks = self.host, self.host.world.ranks
+        states = saved_state.states_of(state, host.world.rank, ranks)
         if states is None:
             return super().load(state)
-        if self.host.step:
+        if host.step:
             raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
-        given = [state] if isinstance(state, dict) else list(state)
-        plain = [dict(one) for one in given]
-        for one in plain:
-            del one["outer"]
-        super().load(plain[0] if isinstance(state, dict) else plain)
-        step: int = states[0]["step"]
-        own = states[self.host.world.rank if len(states) == self.host.world.ranks else 0]
-        self._lrs = deque(own["lrs"], maxlen=self._lrs.maxlen)
-        self.distances.load(own["distances"])
-        self._report = own["report"]
-        if states[0]["begun"] is None:
-            if self._fragments is not None:  # the plan has no warm-up, and yet the state is of one
-                raise InputError(
-                    "load_state_dict: found the state of a run that stayed synchronous, expected one with "
-                    "local steps: load it into a session with an exact plan"
-                )
-            self._done, self._ended = step, states[0]["ended"]
+        own = states[host.world.rank if len(states) == ranks else 0]
+        different, local = saved_state.other_layout(own, self.spec, self.plan), own["begun"] is not None
+        same = local and len(states) in (1, ranks) and own["workers"] == self._workers
+        others = None if same else f"other workers: {own.get('workers')}, here {self._workers}"
+        saved_state.refuse_alone(states, different or others)
+        step = super().load(saved_state.plain_states(state, own["step"]))
+        if different is None:
+            self._lrs = deque(own["lrs"], maxlen=self._lrs.maxlen)
+            self.distances.load(own["distances"])
+            self._report = own["report"]
+        if not local or different is not None:
+            if local:
+                saved_state.take_mean(states, host)
+            self._continue_at(step, ended=own["ended"])
             return step
         if self._fragments is None:
-            self._begin(self.host.step)
+            self._begin(host.step)
         if self._fragments is not None:
-            self._resume(states)
+            self._resume(states, own, same=same)
         return step
 
+    def _continue_at(self, step: int, *, ended: bool) -> None:
+        """Continue with the model's weights behind this number of steps: alone, if the warm-up is over; where workers
+        have `ended` that for good, synchronous.
+        """
+        self._done, self._ended = step, ended
+        if self._fragments is None:
+            if step >= self.spec.warmup_steps and not ended:
+                self._begin(step)
+        elif ended:
+            self._release()
+            self.host.put(self.make_exchange())
+        else:
+            self._begun = step
+            for anchor in (anchor for one in self._rounds for anchor in one.anchors):
+                anchor.take(self._own_weights())
+
     @torch.no_grad()
-    def _resume(self, states: Sequence[dict[str, Any]]) -> None:
+    def _resume(self, states: Sequence[dict[str, Any]], own: dict[str, Any], *, same: bool) -> None:
+        """Continue from the state of this worker; where there were not the `same` workers, from those of all."""
         assert self._fragments is not None
-        rank, ranks = self.host.world.rank, self.host.world.ranks
         assert self._buffers is not None
-        same = states[0]["workers"] == ranks
-        own = states[rank if len(states) == ranks else 0]
         for index, one in enumerate(self._rounds):
             for number, anchor in enumerate(one.anchors):
                 parts = [state["anchors"][index][number] for state in states]
                 anchor.load(own["anchors"][index][number], None if same else parts)
-        for one, residuals in zip(self._rounds, own["residuals"], strict=True):
-            one.load(residuals)
         if not same:
-            wholes = [
-                {name: anchor for one in fragment.rounds for name, anchor in one.weights().items()}
-                for fragment in self._fragments
-            ]
-            own = merged_state(states, wholes, rank, ranks, self.spec.mix)
-            for one, residuals in zip(self._rounds, own["residuals"], strict=True):
-                one.load(residuals)
+            own = saved_state.merged_state(states, self._parameters)
+        for one, residuals in zip(self._rounds, own["residuals"], strict=True):
+            one.load(residuals, summed=not same)
         for fragment, launched in zip(self._fragments, own["launched"], strict=True):
             fragment.launched = launched
             if launched is not None:  # gathered now, for later other rounds are in flight

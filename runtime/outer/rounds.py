@@ -56,8 +56,10 @@ class BucketRound(Protocol):
         """Return the state of error feedback; empty where there is none."""
         ...
 
-    def load(self, residuals: dict[str, Any]) -> None:
-        """Continue from `residuals`; the anchors have been filled in, and no round is in flight."""
+    def load(self, residuals: dict[str, Any], *, summed: bool = False) -> None:
+        """Continue from `residuals`, or where they are the sum of all workers' from a part of it; the anchors have been
+        filled in, and no round is in flight.
+        """
         ...
 
 
@@ -134,7 +136,7 @@ class DenseRound:
     def residuals(self) -> dict[str, Any]:
         return {}
 
-    def load(self, residuals: dict[str, Any]) -> None:
+    def load(self, residuals: dict[str, Any], *, summed: bool = False) -> None:
         self._messages = []
 
 
@@ -147,9 +149,11 @@ class CompressedRound:
     ) -> None:  # fmt: skip
         """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients.
 
-        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by.
+        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by. Ranks of
+        one node send the same, or where `lossy` sends among peers, each a part of it.
         """
         self._bucket, self._parameters, self._communicator = bucket, parameters, communicator
+        self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
         (self._message,) = bucket.messages
         shots = lossy.encoding if isinstance(lossy.encoding, TwoShots) else None
         if shots is None:  # every worker adds up all of it
@@ -157,10 +161,18 @@ class CompressedRound:
         else:
             anchor = Anchor(self._message, world.rank, world.ranks, optimizer, shots.share, whole=True)
             shots.movement = anchor.movement
-        self.anchors, self._moves = [anchor], shots is not None
+        self.anchors, self._moves, self._others = [anchor], shots is not None, list[slice]()
+        if shots is not None and (peers := shots.message.peers) is not None:
+            self._workers = len(peers)
+            others = (rank for rank in range(world.ranks) if rank not in peers)
+            self._others = [slice(rank * shots.share, (rank + 1) * shots.share) for rank in others]
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
-        self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
         self._hold(held=False)
+
+    def _leave_to_others(self, vector: Tensor) -> None:
+        """Make zero what other ranks of this node send in place of this one. Shape (elements,)."""
+        for part in self._others:
+            vector[part] = 0.0
 
     def _hold(self, *, held: bool) -> None:
         """Allocate what only a round in flight needs, or free it: pseudo-gradients, the next residual, the message."""
@@ -178,6 +190,7 @@ class CompressedRound:
         for name, place in anchor.views(anchor.weights).items():
             apart = place - self._parameters[name].detach().to(place.dtype)
             self._places[name].copy_(apart.div_(self._workers))
+        self._leave_to_others(self._message.flat)
         self._feedback.begin()
         self._communicator.launch(self._bucket.payload, self._sent, partial(self._feedback.add_to, self._bucket))
 
@@ -206,8 +219,11 @@ class CompressedRound:
     def residuals(self) -> dict[str, Any]:
         return self._feedback.state()
 
-    def load(self, residuals: dict[str, Any]) -> None:
+    def load(self, residuals: dict[str, Any], *, summed: bool = False) -> None:
         self._feedback.load_state(residuals, self._parameters)
+        if summed:
+            self._lossy.feedback.residual.div_(self._workers)
+            self._leave_to_others(self._lossy.feedback.residual)
 
 
 class BufferRound:

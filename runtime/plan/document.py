@@ -612,7 +612,7 @@ def phase_problem(plan: Plan, number: int, first: Plan, ranks: int) -> str | Non
 
 
 def _phases_problem(plan: Plan, phases: Sequence[PhasePlan], path: str) -> str | None:
-    for name in ("buckets", "fsdp2", "delay", "local_async", "updates", "fallback"):
+    for name in ("buckets", "fsdp2", "delay", "outer", "local_async", "updates", "fallback"):
         if getattr(plan, name):
             return f"{path}.{name}: found it with phases, which have their own; take it out"
     before = 0

@@ -36,12 +36,13 @@ from runtime.core.options import AttachOptions
 from runtime.core.watch import ModelWatch
 from runtime.core.weights import Weights
 from runtime.errors import FallbackWarning, InputError
-from runtime.modes.base import Mode
+from runtime.modes.base import Mode, Synchronous
 from runtime.monitor.clock import make_clock
 from runtime.monitor.recorder import Recorder
 from runtime.optimizers.kinds import inner_optimizers
 from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.optimizers.planned_operators import PlannedOperators
+from runtime.outer.saved_state import as_synchronous
 from runtime.plan import Plan, load_plan
 from runtime.plan.document import PhasePlan
 from runtime.session.followed_shares import Shares
@@ -452,9 +453,9 @@ class Session:
     def global_weights(self) -> Iterator[None]:
         """Give the model the synchronized weights and buffers inside: to evaluate, and to save them.
 
-        Only plans with a delay leave ranks with weights of their own, and some with the sharded step
-        round them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls
-        it between the same two steps. What a script changes inside is lost.
+        Plans with a delay or outer steps leave ranks with weights of their own, and some with the sharded step round
+        them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls it
+        between the same two steps. What a script changes inside is lost.
 
         Raises:
             InputError: called inside a backward, or after `detach`.
@@ -683,7 +684,8 @@ class Session:
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
-                number of ranks (without a delay): each takes a share, and their sum stays what it was.
+                number of ranks (without a delay): each takes a share, and their sum stays what it was. With
+                outer steps also for another plan: training continues with the mean of weights and optimizer states.
 
         Raises:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay

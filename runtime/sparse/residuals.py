@@ -239,9 +239,9 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
         )
     if isinstance(one, dict) and one.get("outer") is not None:
         raise InputError(
-            "found the state of a run with outer steps, expected one of a run without: continue with the plan that the "
-            "run began with, on any number of workers, or end the outer steps there first (session.switch to a plan "
-            "without them, then save)"
+            "found the state of a run with outer steps, expected one of a run without: continue with a plan with outer "
+            "steps, or one of synchronous steps that are not sharded, or end the outer steps there first "
+            "(session.switch to a plan without them, then save)"
         )
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     good = (

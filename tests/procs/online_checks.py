@@ -37,6 +37,7 @@ from planner.online.cache import Cache, Key, Remembered
 from planner.profile import step as measured_step
 from runtime.checks.plan import model_fingerprint
 from runtime.errors import CacheWarning
+from runtime.modes import distance_guard
 from runtime.monitor.verdict import Verdict
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.document import CompressorSpec, DelaySpec, LocalAsyncSpec, StepPlan, UpdatePlan
@@ -686,12 +687,20 @@ def outer_on_a_slow_link() -> dict[str, bool]:
             steps(side, range(step, step + 1))
             if session._pilot.stage is None:
                 break
-        steps(side, range(800, 805))
+        steps(side, range(800, 801))
         found, story = session.plan, session._pilot.story
+        steps(side, range(801, 805 + 2 * (found.outer.every if found.outer else 0)))
         results[f"outer: {story}"] = found.outer is not None and session._mode.own_weights
+        results["behind steps that the guard has measured"] = bool(session._mode.distances.base)
         results["not in its synchronous steps"] = session.step > 60
         results["alike"] = ranks_agree([story, found.digest()])
         results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"
+        run = session._pilot._run
+        stack.enter_context(mock.patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1))
+        steps(side, range(1000, 1050 + 5 * (found.outer.every if found.outer else 0)))
+        run.take_guarded()
+        results["the guard ends them for good"] = run.too_far and session.plan == found.fallback == run.present
+        results["what they saved is gone"] = run.ratio == run.exact_ratio
         side.close()
         again = online(wide(), accuracy="relaxed", allow="outer", drift=False)
         results["the next run begins with it"] = session_of(again).plan.outer == found.outer

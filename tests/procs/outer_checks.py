@@ -23,9 +23,10 @@ from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, InputError
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
+from runtime.outer.rounds import CompressedRound
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 from runtime.sparse.compressors import wire
@@ -214,8 +215,19 @@ def nodes() -> dict[str, Any]:
             session.switch(plan_of(None))
             found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
             session.detach()
+        states, expected_values = saved_and_ended(plan_of(STREAMING), Net, net_loss)
+        model, optimizer, session = started(plan_of(STREAMING, **world))
+        found["ranks before, alone"] = refused_alone(session, states[rank])
+        session.load_state_dict(states)
+        found["ranks before"] = near(values_of(model, optimizer), expected_values)
+        session.detach()
+        for rule in (LOCAL_SGD, OuterOptimizer()):
+            found |= narrow(f"int8, {rule}", replace(STREAMING, optimizer=rule), loss, workers, rank // 2, **world)
         model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
         train(model, optimizer, range(9), single_loss)
+        assert isinstance(session._mode, Outer)
+        messages = [one._lossy.packed for one in session._mode._rounds if isinstance(one, CompressedRound)]
+        found["int8, one message of a node"] = [len(one.received) for one in messages] == [workers, workers]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in model.parameters()]))
         found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
@@ -285,17 +297,21 @@ def narrow_against_reference() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for t, rule in itertools.product((0, 2), (LOCAL_SGD, OuterOptimizer())):
         spec = replace(STREAMING, delay_steps=t, optimizer=rule)
-        expected = Reference(Net, sgd, net_loss, dist.get_world_size(), spec).begin().run(26)
-        model, optimizer, session = started(plan_of(spec, INT8), sgd, single())
-        train(model, optimizer, range(26), single_loss)
-        pairs = zip(model.parameters(), expected.models[dist.get_rank()].parameters(), strict=True)
-        apart = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
-        code = expected.largest / 127.0
-        bound = 2.0 * code * rule.lr / (1.0 - rule.momentum)
-        name = f"t={t}, momentum {rule.momentum}"
-        found[f"{name}: {apart / code:.2f} codes"] = 1e-3 * code < apart <= bound
-        session.detach()
+        found |= narrow(f"t={t}, momentum {rule.momentum}", spec, net_loss, dist.get_world_size(), dist.get_rank())
     return found
+
+
+def narrow(name: str, spec: OuterSpec, loss: Any, workers: int, worker: int, **world: Any) -> dict[str, Any]:
+    """Train in 8 bits, and compare one worker with that of the reference; see `narrow_against_reference`."""
+    expected = Reference(Net, sgd, loss, workers, spec).begin().run(26)
+    model, optimizer, session = started(plan_of(spec, INT8, **world), sgd, single())
+    train(model, optimizer, range(26), single_loss)
+    session.detach()
+    pairs = zip(model.parameters(), expected.models[worker].parameters(), strict=True)
+    apart = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
+    code = expected.largest / 127.0
+    bound = 2.0 * code * spec.optimizer.lr / (1.0 - spec.optimizer.momentum)
+    return {f"{name}: {apart / code:.2f} codes": 1e-3 * code < apart <= bound}
 
 
 def mean_over_ranks(value: Tensor | None) -> Tensor:
@@ -372,6 +388,73 @@ def more_workers() -> dict[str, Any]:
     return found
 
 
+def other_layouts() -> dict[str, Any]:
+    """Fewer workers, one rank alone, and other plans continue with what a switch to synchronous steps leaves."""
+    found: dict[str, Any] = {}
+    plans = {
+        "same": plan_of(replace(STREAMING, warmup_steps=0)),
+        "other": plan_of(OuterSpec(every=3)),
+        "with a warm-up": plan_of(OuterSpec(every=2, warmup_steps=5)),
+        "longer warm-up": plan_of(OuterSpec(every=2, warmup_steps=90)),
+        "synchronous": plan_of(None),
+    }
+    narrow_plan = plan_of(replace(STREAMING, warmup_steps=0), INT8)
+    cases = {
+        "dense": (plans, Net, net_loss, TOLERANCE, saved_and_ended(plans["same"], Net, net_loss)),
+        "int8": (
+            {"same": narrow_plan, "other": plan_of(OuterSpec(every=3))}, single, single_loss, 1e-6,
+            saved_and_ended(narrow_plan, single, single_loss),
+        ),
+    }  # fmt: skip
+    for count in range(dist.get_world_size(), 0, -1):  # torch names groups by how many a rank has
+        group, world = dist.new_group(list(range(count))), PlanWorld(ranks=count)
+        for name, (plans, make, loss, tolerance, (states, expected)) in cases.items():
+            for what, plan in plans.items() if dist.get_rank() < count else ():
+                case, model = f"{name}, {what} on {count}", make()
+                optimizer, plan = adamw(model), replace(plan, world=world)
+                session = runtime.attach(model, optimizer, plan, group, drift=False, timeout_s=15.0)
+                found[f"{case}, alone"] = what == "same" or refused_alone(session, states[dist.get_rank()])
+                session.load_state_dict(states)
+                local = count > 1 and what not in ("longer warm-up", "synchronous")
+                found[f"{case}, stage"] = session.step == 7 and session._mode.own_weights == local
+                if local:
+                    session.switch(replace(plan_of(None), world=world))
+                found[case] = near(values_of(model, optimizer), expected, tolerance)
+                train(model, optimizer, range(7, 9), loss)
+                session.detach()
+        if dist.get_rank() < count:
+            dist.destroy_process_group(group)
+    return found
+
+
+def saved_and_ended(plan: Plan, make: Callable[[], nn.Module], loss: Any) -> tuple[list[Any], list[Tensor]]:
+    """States of all ranks behind seven steps, and what a switch to synchronous steps makes of model and optimizer."""
+    model, optimizer, session = started(plan, adamw, make())
+    train(model, optimizer, range(7), loss)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, session.state_dict())
+    session.switch(plan_of(None))
+    ended = values_of(model, optimizer)
+    session.detach()
+    return states, ended
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of the weights and of AdamW's moments."""
+    parameters = list(model.parameters())
+    moments = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+    return [one.detach().clone() for one in (*parameters, *moments)]
+
+
+def refused_alone(session: Session, state: Any) -> bool:
+    """Whether the state of one rank is not enough."""
+    try:
+        session.load_state_dict(state)
+    except InputError as error:
+        return "list of" in str(error)
+    return False
+
+
 def leaves_between_gradient_and_step() -> dict[str, Any]:
     """A switch that happens behind a backward makes that step a synchronous one."""
     model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
@@ -436,6 +519,33 @@ def guarded() -> dict[str, Any]:
         else not texts,
     }
     session.detach()
+    return found
+
+
+def ended_for_good() -> dict[str, Any]:
+    """What the guard has ended stays synchronous where it resumes, with the same plan and with an exact one."""
+    found: dict[str, Any] = {}
+    plan = plan_of(replace(STREAMING, warmup_steps=0))
+    model, optimizer, session = started(plan)
+    with (
+        warnings.catch_warnings(),
+        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1),
+    ):
+        warnings.simplefilter("ignore")
+        train(model, optimizer, range(20))
+    found["ended"] = not session._mode.own_weights
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+    train(model, optimizer, range(20, 30))
+    expected = values_of(model, optimizer)
+    session.detach()
+    for name, following in (("the same plan", plan), ("an exact one", plan_of(None))):
+        model, optimizer, session = started(following)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        session.load_state_dict(saved[2])
+        train(model, optimizer, range(20, 30))
+        found[name] = session.step == 30 and near(values_of(model, optimizer), expected, 0.0)
+        session.detach()
     return found
 
 
@@ -562,8 +672,10 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         resumed,
         switched,
         more_workers,
+        other_layouts,
         leaves_between_gradient_and_step,
         guarded,
+        ended_for_good,
         habits,
         left_out,
         buffers,

@@ -12,7 +12,7 @@ slowed, as the all-reduce of the bucket is during backward; the warm-up does not
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from planner.model.spending import slowdowns, spending
 from runtime.plan import Accuracy, OuterSpec, Plan, combinations
+from runtime.plan.interfaces import OUTER
 from runtime.plan.timeline import Timeline
 
 WARMUP_STEPS = 500
@@ -157,9 +158,15 @@ def _period(problem: Problem, schedule: Schedule) -> tuple[Run, float, float]:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    """Return the mean step of a period."""
-    _, begin_us, end_us = _period(problem, schedule)
-    return (end_us - begin_us) / mode_of(schedule).every
+    """Return the mean step of a period.
+
+    Where no round begins before the one before it is taken, a longer period has more steps without communication, and
+    nothing else: of those one of the fewest steps is simulated.
+    """
+    mode, count = mode_of(schedule), len(fragments_of(schedule))
+    fewest = min(mode.every, count * (mode.late + 1))
+    _, begin_us, end_us = _period(problem, replace(schedule, mode=replace(mode, every=fewest)))
+    return (end_us - begin_us + (mode.every - fewest) * compute_us(problem)) / mode.every
 
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
@@ -223,17 +230,18 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Return `outer`, with the published outer optimizer."""
+    """Return `outer`, with the published outer optimizer, and the interface that scripts have to know of."""
     mode, gradients = mode_of(schedule), problem.profile.compute.gradients
     fragments = tuple(
         tuple(gradients[index].name for bucket in buckets for index in schedule.buckets[bucket].gradients)
         for buckets in fragments_of(schedule)
     )
     return {
+        "interface": (OUTER,),
         "outer": OuterSpec(
             every=mode.every, fragments=fragments, delay_steps=mode.late, mix=MIX if mode.late else 0.0,
             warmup_steps=WARMUP_STEPS,
-        )
+        ),
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,14 @@ class Narrowed:
         """Rows of this rank's part from every rank; and those of the sums of all parts."""
         self.own = torch.zeros_like(self.rows[:1])
         self._narrow = narrow
+        self.peers: list[int] | None = None
+        """Owners that get rows of this rank; None: all."""
+
+    def send_among(self, peers: Sequence[int]) -> None:
+        """Send rows to these owners alone, this rank among them, and get theirs; all ranks gather all sums. Ranks of
+        other peers send what this one does not.
+        """
+        self.peers, self.received = list(peers), self.received[: len(peers)].clone()
 
     def hold(self, *, held: bool) -> None:
         """Allocate the rows, zeros, or free them until a step that is far off."""
@@ -78,7 +86,8 @@ class Narrowed:
         """Send all-to-all, sum, and all-gather: a ring all-reduce's bytes in the format of `wire`, whose sums are
         wider.
         """
-        yield from all_to_all(self.received.view(-1), self.rows.view(-1), group)
+        sent = self.rows if self.peers is None else self.rows[self.peers]
+        yield from all_to_all(self.received.view(-1), sent.view(-1), group, self.peers)
         self.narrow()
         yield from gather(self.gathered.view(-1), self.own.view(-1), group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from builders import halves_cluster, run, usual_document, write
 
 from planner.cli.app import main
 from planner.decide.given import given_request
+from planner.decide.optimize import decide
 from planner.decide.plan_request import Request
 from planner.model.schedule_text import parse_schedule, read_schedule
 from runtime.errors import InputError
@@ -83,6 +85,8 @@ def edited(tmp_path: Path, text: str, *options: str) -> dict[str, Any]:
         ("delay k=7\n[0-5] all_reduce/library none", ["--accuracy", "relaxed"], "delay"),
         ("updaters 3 every 2,8 blocks 0-2;3-5\n[0-5] all_reduce/library none", ["--accuracy", "relaxed"],
          "local_async"),
+        ("outer every=4 delay=1\n[0-5] all_reduce/library none", ["--accuracy", "relaxed", "--allow", "outer"],
+         "outer"),
     ],
 )  # fmt: skip
 def test_an_edited_schedule_is_planned_however_long_it_takes(
@@ -148,3 +152,13 @@ def test_where_ranks_cannot_share_the_step_a_schedule_cannot_either(tmp_path: Pa
 def test_lines_of_buckets_are_counted_in_the_file() -> None:
     text = "\nafter merge (1.0 ms):\n[0] all_reduce/library none\n\n[1] all_reduce/library none\n"
     assert read_schedule(text).lines == (3, 5)
+
+
+def test_outer_steps_go_with_any_optimizer_where_they_are_allowed(tmp_path: Path) -> None:
+    made = document()
+    made["compute"]["optimizer"]["name"] = "AdamW"
+    (tmp_path / "s").write_text("outer every=4\n[0-5] all_reduce/library none")
+    asked = Request(profile=write(tmp_path / "p.json", made), accuracy="relaxed", allow="outer")
+    assert decide(given_request(asked, str(tmp_path / "s"))).interfaces == ("outer",)
+    with pytest.raises(InputError, match="needs outer, expected one that is drop-in; add --allow outer"):
+        given_request(replace(asked, allow=()), str(tmp_path / "s"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 from builders import cluster_document, make, profile_document
@@ -12,10 +13,12 @@ from builders import cluster_document, make, profile_document
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
-from planner.ir import GAIN
+from planner.ir import GAIN, Dense
+from planner.model.codecs import Wire
 from planner.model.modes import outer_steps, simulate_schedule, step_us
 from planner.model.modes.outer_steps import OuterSteps
 from planner.model.problem import Problem
+from planner.passes.outer import Outer
 from planner.strategies import diloco
 from runtime.errors import InputError
 
@@ -90,6 +93,7 @@ def test_h_is_the_smallest_that_hides_messages() -> None:
     assert step_us(problem(), make_schedule(problem(), f"outer:{plan.outer.every - 1}")) > COMPUTE_US * (1.0 + GAIN)
     assert any(f"H = {plan.outer.every} is the smallest" in note for note in plan.notes)
     assert plan.fallback is not None
+    assert plan.interfaces == ("outer",)
 
 
 def test_without_being_allowed_there_are_none() -> None:
@@ -103,9 +107,43 @@ def test_fast_links_stay_synchronous() -> None:
     assert plan.outer is None
 
 
+@pytest.mark.parametrize("largest", [1, 8])
+def test_where_no_h_is_sufficient_the_shortest_step_is_taken(largest: int) -> None:
+    step = make(profile_document(ROWS, forward_us=100.0, update_us=40.0), cluster_document((ALPHA_US, 0.02), nodes=4))
+    found = Outer(max_period=largest, compress="wire").apply(make_schedule(step, "optimal"), step)
+    assert {type(bucket.codec) for bucket in found.schedule.buckets} == {Wire}
+    assert outer_steps.mode_of(found.schedule).every == largest
+    assert any("dense takes" in note and "int8 takes" in note for note in found.notes)
+
+
+def test_encodings_that_need_too_much_memory_are_left_out() -> None:
+    """Synchronous steps need 25 MiB; dense outer ones half a copy of 6 MiB more, 8 bits two and a quarter."""
+    made = profile_document(ROWS, forward_us=100.0, update_us=40.0)
+    made["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True, "elementwise": True, "state_bytes": 12_800_000}
+    step = make(made, cluster_document((ALPHA_US, 0.02), nodes=4))
+    for memory_mib, codec in ((0.0, Wire), (45.0, Wire), (35.0, Dense)):
+        found = Outer(max_period=8, compress="wire", memory_mib=memory_mib).apply(make_schedule(step, "optimal"), step)
+        assert {type(bucket.codec) for bucket in found.schedule.buckets} == {codec}
+    found = Outer(max_period=8, memory_mib=20.0).apply(make_schedule(step, "optimal"), step)
+    assert "and a rank has less" in found.why_not
+
+
+@pytest.mark.parametrize("name", ["diloco:{}", "streaming:{}:4", "streaming:{}:3", "outer:{}"])
+def test_long_periods_are_simulated_as_short_ones(name: str) -> None:
+    for every in (4, 7, 8, 9, 64, 101):
+        schedule = make_schedule(problem(), name.format(every))
+        _, begin_us, end_us = outer_steps._period(problem(), schedule)
+        assert step_us(problem(), schedule) == pytest.approx((end_us - begin_us) / every)
+    with mock.patch.object(outer_steps, "ops_of", wraps=outer_steps.ops_of) as simulated:
+        step_us(problem(), make_schedule(problem(), name.format(10_000)))
+    assert all(outer_steps.mode_of(call.args[1]).every <= 4 * 9 for call in simulated.call_args_list)
+
+
 def test_the_largest_period_is_checked() -> None:
     with pytest.raises(InputError, match="--max-period: found 0, expected a whole number of steps from 1 to 10000"):
         optimize(Profile.parse(document(), "p"), accuracy="relaxed", allow="outer", max_period=0)
+    with pytest.raises(InputError, match="--max-period 8: found it without --allow outer"):
+        optimize(Profile.parse(document(), "p"), accuracy="relaxed", max_period=8)
 
 
 @pytest.mark.parametrize("line", ["outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2"])

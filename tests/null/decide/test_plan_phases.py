@@ -120,6 +120,7 @@ def test_profiles_of_other_shapes_name_the_gradient() -> None:
         (lambda d: d["phases"][1].update(until_step=9), r"phases\[1\].until_step: found 9 in the last phase"),
         (lambda d: d["phases"][0]["plan"]["world"].update(ranks=3), "another model or number of ranks"),
         (lambda d: d.update(buckets=d["phases"][0]["plan"]["buckets"]), "buckets: found it with phases"),
+        (lambda d: d.update(outer={"every": 4}), "outer: found it with phases"),
         (lambda d: d.update(phases=d["phases"][:1]), "phases: "),
         (lambda d: d["phases"][0].update(until_step=0), "until_step: "),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from runtime.core.buckets import make_plain_buckets
 from runtime.outer.anchors import Anchor
 from runtime.outer.averages import mean_of
 from runtime.outer.local_steps import Outer
+from runtime.outer.saved_state import _merged_optimizer
 from runtime.plan import ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 
 MODEL = nn.Linear(3, 2).double()
@@ -85,3 +87,17 @@ def test_owners_part_of_a_whole_anchor_moves_as_all_of_it() -> None:
 def test_the_mean_of_equal_tensors_is_the_tensor() -> None:
     one = torch.rand(7)
     assert torch.equal(mean_of([one, one.clone(), one.clone()]), one)
+
+
+def test_moments_of_a_single_element_are_averaged_and_step_counts_are_not() -> None:
+    states = []
+    for gradient in (1.0, 3.0):
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([parameter])
+        for _ in range(int(gradient)):
+            parameter.grad = torch.full((1,), gradient)
+            optimizer.step()
+        states.append(optimizer.state_dict())
+    one, other, found = (state["state"][0] for state in (*states, _merged_optimizer(states)))
+    assert float(found["step"]) == 1.0
+    assert float(found["exp_avg"]) == pytest.approx(float(one["exp_avg"] + other["exp_avg"]) / 2.0)
