@@ -53,14 +53,18 @@ class ShareSampler(Sampler[int]):
         self._samples, self._shuffle, self._seed, self._drop_last = len(dataset), shuffle, seed, drop_last
         self.epoch = self.consumed = 0
         """Number of the pass, and of its samples that ranks have had before this iteration began."""
+        self._over = False
+        """Whether an iteration has come to the end of the pass."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another pass, which has another order.
+        """Set the number of the next iteration's pass. One that a state left in the middle continues there.
 
         Args:
-            epoch: number of the pass, from 0.
+            epoch: number of the pass, from 0; decides the order.
         """
-        self.epoch, self.consumed = epoch, 0
+        if self._over or epoch != self.epoch:
+            self.consumed = 0
+        self.epoch, self._over = epoch, False
 
     def state_dict(self, batches: int = 0) -> dict[str, int]:
         """Return what `load_state_dict` continues from, with any shares.
@@ -80,7 +84,7 @@ class ShareSampler(Sampler[int]):
         Args:
             state: what `state_dict` returned, of a run with these shares or others.
         """
-        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+        self.epoch, self.consumed, self._over = int(state["epoch"]), int(state["consumed"]), False
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of this rank's samples in the epoch's order, for each batch."""
@@ -99,10 +103,17 @@ class ShareSampler(Sampler[int]):
         order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
         return order
 
-    def __iter__(self) -> Iterator[int]:
+    def batches(self) -> Iterator[list[int]]:
+        """Yield this rank's part of each batch that is left of the pass; of one that is over, of the whole."""
+        self.set_epoch(self.epoch)
         order = self.order()
         for start, stop in self.parts():
-            yield from order[start:stop]
+            yield order[start:stop]
+        self._over = True
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self.batches():
+            yield from batch
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.parts())
@@ -131,7 +142,9 @@ class ShareBatches(Sampler[list[int]]):
         return tuple(self._sampler.shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another pass, which has another order; `epoch`: its number, from 0."""
+        """Set the number of the next iteration's pass, from 0. One that a state left in the middle continues
+        there.
+        """
         self._sampler.set_epoch(epoch)
 
     def state_dict(self, batches: int = 0) -> dict[str, Any]:
@@ -145,8 +158,7 @@ class ShareBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._sampler.shares = list(self._next_pass())
-        order = self._sampler.order()
-        yield from (order[start:stop] for start, stop in self._sampler.parts() if stop > start)
+        yield from filter(None, self._sampler.batches())
 
     def __len__(self) -> int:
         return sum(stop > start for start, stop in self._sampler.parts())

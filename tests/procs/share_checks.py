@@ -199,6 +199,7 @@ def following() -> dict[str, Any]:
     ]
     continued = other.sampler(range(len(data)), PASS_BATCH)
     continued.load_state_dict(state)
+    continued.set_epoch(PASSES - 1)
     found["continued"] = [index for indices in continued for index in indices]
     found["continued shares"] = continued.shares
     other.detach()

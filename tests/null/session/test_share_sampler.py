@@ -51,7 +51,10 @@ def test_a_pass_continues_with_other_shares() -> None:
     after = [ShareSampler(range(40), [1, 9], rank) for rank in range(2)]
     for sampler in after:
         sampler.load_state_dict(states[0])
+        sampler.set_epoch(0)
     assert sorted([*had, *(index for sampler in after for index in sampler)]) == list(range(40))
+    assert sorted(index for sampler in after for index in sampler) == list(range(40))  # once more: all of the pass
+    after[0].load_state_dict(states[0])
     assert after[0].state_dict(batches=1) == {"epoch": 0, "consumed": 30}
 
 
