@@ -13,7 +13,7 @@ times their number on a rank, as with DDP: scripts divide the loss by that numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ HINT = "call session.weight(n) on every rank before each backward, from the firs
 class Weights:
     """Weights of this rank's backwards, and those of all ranks in the last step."""
 
-    def __init__(self, world: World, ask: Callable[[], float] | None = None) -> None:
-        """`ask` returns the weight of the next backward; None: it is given, if there are any."""
-        self._world, self._ask = world, ask
+    def __init__(self, world: World, ask: Callable[[], float] | None, updated: Collection[int]) -> None:
+        """`ask` returns the weight of the next backward; None: it is given, if there are any. `updated`: ids of the
+        parameters that an optimizer updates; empty: not known.
+        """
+        self._world, self._ask, self.updated = world, ask, updated
         self.wanted = ask is not None
         """Whether this rank has given a weight, or will."""
         self.unit: float | None = None
@@ -61,9 +63,9 @@ class Weights:
         return self.unit is not None
 
     @property
-    def accumulating(self) -> bool:
-        """True between two micro-batches of a step."""
-        return self.factor is None and self._micro_batches > 0
+    def accumulated(self) -> float | None:
+        """Σ n / n₀ of the micro-batches so far, between two of a step; else None."""
+        return self._sum if self.factor is None and self._micro_batches else None
 
     def give(self, n: float) -> float:
         """Keep the weight of the next backward; return what counts. Raises InputError."""

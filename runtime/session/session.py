@@ -159,7 +159,8 @@ class Session:
         """The `no_sync` of what trains the model while the session is aside."""
         self._parameters = dict(trainable_parameters(model) if parameters is None else parameters)
         self._device = next(iter(self._parameters.values())).device
-        self._weights = Weights(world, options.weight)
+        updated = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        self._weights = Weights(world, options.weight, updated)
         self._shares = Shares(plan.shares, self._weights, world.rank)
         self._compiled = None if options.compile is None else CompiledModel(model, options.compile)
         leave_uncompiled()
