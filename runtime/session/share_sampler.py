@@ -17,9 +17,10 @@ class ShareSampler(Sampler[int]):
     """Indices of one rank's shares of the batches of a data set; in place of `DistributedSampler`.
 
     Each batch of all ranks is a run of the epoch's order, of which every rank gets its share; a `DataLoader` with
-    `batch_size` of this rank's share makes one batch of each. What is left at the end is shared alike, so that the last
-    batches may be smaller, or missing on some ranks: train by `session.batches(loader)` there, or pass `drop_last`. No
-    sample is drawn twice in an epoch. The order is that of (seed, epoch), on any number of ranks.
+    `batch_size` of this rank's share makes one batch of each. What is left at the end is shared alike, at least one for
+    each rank while there are as many: the last batches are smaller, or, of fewer samples, missing on some ranks. Train
+    by `session.batches(loader)` there, or pass `drop_last`. No sample is drawn twice in an epoch. The order is that of
+    (seed, epoch), on any number of ranks.
     """
 
     def __init__(
@@ -88,12 +89,16 @@ class ShareSampler(Sampler[int]):
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of this rank's samples in the epoch's order, for each batch."""
-        whole, ends = sum(self.shares), [0, *accumulate(self.shares)]
+        whole, ranks, ends = sum(self.shares), len(self.shares), [0, *accumulate(self.shares)]
         for start in range(self.consumed, self._samples, whole):
             size = min(whole, self._samples - start)
             if size < whole and self._drop_last:
                 return
-            yield start + ends[self.rank] * size // whole, start + ends[self.rank + 1] * size // whole
+            least = int(size >= ranks)  # of each rank, which has its share of the others
+            left, most = size - least * ranks, max(1, whole - least * ranks)
+            here = (self.rank, self.rank + 1)
+            first, stop = (start + least * at + (ends[at] - least * at) * left // most for at in here)
+            yield first, stop
 
     def order(self) -> list[int]:
         """Return the order of all samples in this pass, the same on all ranks."""

@@ -20,6 +20,7 @@ def drawn(samples: int, **options: object) -> list[list[int]]:
 def test_all_samples_are_drawn_once(samples: int) -> None:
     found = drawn(samples)
     assert sorted(index for one in found for index in one) == list(range(samples))
+    assert all(found)  # each rank has one
     assert [len(ShareSampler(range(samples), SHARES, rank)) for rank in range(3)] == [len(one) for one in found]
 
 
