@@ -371,10 +371,10 @@ class Session:
         `weight(n)` each sample counts alike. All ranks call this at the same place; it costs a control message a batch.
 
         Args:
-            loader: this rank's batches, at least one.
+            loader: this rank's batches: at least one, or a DataLoader, whose first sample then stands in.
 
         Raises:
-            InputError: on all ranks alike, where a rank has no batch at all; a plan with a delay.
+            InputError: on all ranks alike, where a rank has no batch at all, and no sample; a plan with a delay.
             CommunicationError: a rank did not come within the deadline.
 
         Example:

@@ -310,16 +310,19 @@ def kept_average() -> float:
 
 
 def uneven_batches(with_weights: bool) -> tuple[float, int, list[int], str]:
-    """Training over unlike numbers of batches: difference from one process, samples that counted, batches of this
-    rank's loop, and what is said where a rank has none.
+    """Training over unlike numbers of batches, with others in between: difference from one process, samples that
+    counted, batches of this rank's loop, and what is said where a rank has none.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = [samples(rank, step) for step in range(1 + 2 * rank)]
+    mine = [dict(zip("xy", samples(rank, step), strict=True)) for step in range(1 + 2 * rank)]
     model, reference = Net(), Net()
     optimizer, alike = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, reference))
     session = runtime.attach(model, optimizer, plan_of(model, 2))
     counted, seen = 0, []
-    for x, y in session.batches(mine):
+    for batch in session.batches(mine):
+        x, y = batch.pop("x"), batch.pop("y")
+        for _ in session.batches([x] * (1 + rank)):
+            pass
         seen.append(len(x))
         if with_weights:
             counted += int(session.weight(len(x)))
