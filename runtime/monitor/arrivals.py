@@ -50,6 +50,10 @@ class Arrivals:
         """Time of each rank's forward, backward and update; empty also where it is not known of each."""
         self._left, self._cost_us = FIRST_STEP, 0.0
 
+    def postpone(self) -> None:
+        """Compare only steps from here on: ranks have other shares of the batch; all ranks call this."""
+        self._left = max(self._left, STRAGGLER_STEPS + 1)
+
     def step_done(self, steps: Sequence[StepMarks]) -> None:
         """Count a step, whose gradients are all there, and compare when it is time; all ranks call this.
 
