@@ -161,7 +161,7 @@ class Session:
         self._device = next(iter(self._parameters.values())).device
         updated = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
         self._weights = Weights(world, options.weight, updated)
-        self._shares = Shares(plan.shares, self._weights, world.rank)
+        self._shares = Shares(plan, self._weights, world.rank)
         self._compiled = None if options.compile is None else CompiledModel(model, options.compile)
         leave_uncompiled()
         if self._device.type == "cpu":
@@ -304,7 +304,7 @@ class Session:
         self._modes = [*(one for one in self._modes if one.lingers), mode]
         self._norms.follow(mode.plan)
         self._operators.follow(mode.plan)
-        self._shares.plan_changed(mode.plan.shares)
+        self._shares.plan_changed(mode.plan)
         self._put(exchange)
         if self._compiled is not None:
             self._compiled.cut(mode.plan.cuts)
@@ -399,13 +399,14 @@ class Session:
         Args:
             dataset: has a length.
             global_batch: samples of a step over all ranks; default: of the plan's shares.
-            most: largest share that a rank has memory for; default: any.
+            most: largest share that a rank has memory for; default: the largest one of the plan, if it has one.
             shuffle: whether samples are drawn in a random order.
             seed: of the order, equal on all ranks.
             drop_last: leave out the samples behind the last whole batch.
 
         Raises:
-            InputError: neither shares nor `global_batch`, or both with other totals; fewer samples than ranks.
+            InputError: neither shares nor `global_batch`, or both with other totals; fewer samples than ranks; a share
+                above `most`.
 
         Example:
             sampler = session.sampler(dataset, 512)
@@ -415,11 +416,11 @@ class Session:
                 for x, y in session.batches(loader):
                     session.weight(len(x))
         """
-        self._shares.begin(global_batch, self._world.ranks)
+        self._shares.begin(global_batch, self._world.ranks, most)
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
 
         def next_pass() -> Sequence[int]:
-            return self._shares.next_pass(self._monitor.arrivals, self._decide_shares, most)
+            return self._shares.next_pass(self._monitor.arrivals, self._decide_shares)
 
         return ShareBatches(dataset, self._shares, next_pass, self._world.rank, **options)
 

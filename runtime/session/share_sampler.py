@@ -157,9 +157,11 @@ class ShareBatches(Sampler[list[int]]):
         return {**self._sampler.state_dict(batches), "shares": list(self.shares)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of a pass: with its shares on as many ranks, else with those that there are."""
-        self._sampler.load_state_dict(state)
+        """Continue in the middle of a pass: with its shares on as many ranks, else with those that there are. Raises
+        InputError where those are of other batches, or too large for the memory of a rank.
+        """
         self._shares.load(state.get("shares", ()))
+        self._sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[int]]:
         self._sampler.shares = list(self._next_pass())
