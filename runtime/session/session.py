@@ -194,7 +194,8 @@ class Session:
         self._buffers: BufferSync | None = None
         if options.broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self._mode.own_weights
-            self._buffers = BufferSync(world, model, self._device, synchronizing, own)
+            followed = self._recorder.buffers_followed
+            self._buffers = BufferSync(world, model, self._device, synchronizing, own, followed)
             self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
@@ -384,7 +385,7 @@ class Session:
                 optimizer.step()
         """
         self._want_weights("session.batches")
-        return even_batches(self._weights, loader)
+        return even_batches(self._weights, loader, self._recorder)
 
     def sampler(
         self, dataset: Sized, global_batch: int | None = None, *, most: int | None = None, shuffle: bool = True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -11,13 +12,14 @@ from torch.utils.data import DataLoader
 
 from runtime.core.weights import Weights
 from runtime.errors import InputError
+from runtime.monitor.recorder import Recorder
 
 T = TypeVar("T")
 
 _NONE = object()
 
 
-def even_batches(weights: Weights, loader: Iterable[T]) -> Iterator[T]:
+def even_batches(weights: Weights, loader: Iterable[T], recorder: Recorder) -> Iterator[T]:
     """Yield this rank's batches, then the last of them with a weight of 0, until no rank has another one.
 
     Where a rank has none, a DataLoader's first sample stands in for it. Lists and dicts are yielded as shallow copies:
@@ -26,6 +28,7 @@ def even_batches(weights: Weights, loader: Iterable[T]) -> Iterator[T]:
     Args:
         weights: of this rank's backwards.
         loader: its batches.
+        recorder: records how long this rank waits for others.
 
     Raises:
         InputError: on all ranks alike, where a rank has no batch at all, and no sample.
@@ -39,7 +42,9 @@ def even_batches(weights: Weights, loader: Iterable[T]) -> Iterator[T]:
             last = last if weights.idle else cast(T, following)
             if last is _NONE:
                 last = cast(T, _one_sample(loader))
+            begun_s = time.perf_counter()
             found = weights.gather([float(not weights.idle), float(last is not _NONE)])
+            recorder.gathered(1e6 * (time.perf_counter() - begun_s))
             if not any(more for more, _ in found):
                 return
             if empty := [rank for rank, (_, any_batch) in enumerate(found) if not any_batch]:

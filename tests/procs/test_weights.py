@@ -99,15 +99,21 @@ def test_uneven_batches_end_alike_and_lose_no_sample(several: list[dict[str, Any
 
 
 @pytest.mark.parametrize("several", [2], indirect=True)
-@pytest.mark.parametrize("cause", ["compute", "input"])
+@pytest.mark.parametrize("cause", ["compute", "input", "batches"])
 def test_the_late_rank_is_named_with_what_makes_it_late(several: list[dict[str, Any]], cause: str) -> None:
+    why = "input" if cause == "batches" else cause
     for number, rank in enumerate(several):
-        causes, said, last, shown = rank["late_rank"][cause]
-        assert (causes[1], last[0], shown) == (cause, 1, True)
+        causes, said, last, shown, _ = rank["late_rank"][cause]
+        assert (causes[1], last, shown) == (why, 1, True)
         assert [one.startswith("rank 1 arrived last in at least nine of the last 10 steps") for one in said] == [
             True
         ] * (number == 0)
-        assert all(f"what is longer there is {cause}" in one for one in said)
+        assert all(f"what is longer there is {why}" in one for one in said)
+
+
+@pytest.mark.parametrize("several", [2], indirect=True)
+def test_waiting_for_buffers_is_no_compute(several: list[dict[str, Any]]) -> None:
+    assert max(several[0]["late_rank"]["buffers"][-1]) < 8e3
 
 
 @pytest.mark.long

@@ -372,34 +372,45 @@ def continued() -> bool:
 class Slow(nn.Module):
     """Rank 1 computes for longer."""
 
-    def __init__(self, compute_s: float) -> None:
+    def __init__(self, compute_s: float, norm: bool) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(7, dtype=torch.float64) if norm else nn.Identity()
         self.net, self.compute_s = Net(), compute_s
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs, late."""
         time.sleep(self.compute_s)
-        return self.net(x)
+        return self.net(self.norm(x))
 
 
-def late_rank() -> dict[str, tuple[list[str | None], list[str], list[int], bool]]:
-    """Of a rank that computes or loads for longer: causes by rank, what was said, last ranks, whether pages show it."""
+def loaded(late_s: float) -> Iterator[Tensor]:
+    """Inputs of some steps, late."""
+    for _ in range(21):
+        time.sleep(late_s)
+        yield samples(0, 1)[0]
+
+
+def late_rank() -> dict[str, tuple[list[str | None], list[str], int, bool, list[float]]]:
+    """Of a rank that computes or loads for longer: causes by rank, what was said, the last rank, whether pages show it,
+    times of compute. `batches`: in their loop; `buffers`: the last rank is the first, whose buffers are waited for.
+    """
     found = {}
-    for cause in ("compute", "input"):
-        late_s = 0.01 * dist.get_rank()
-        model = Slow(late_s if cause == "compute" else 0.0)
+    for cause in ("compute", "input", "batches", "buffers"):
+        late_s = 0.01 if dist.get_rank() == (0 if cause == "buffers" else 1) else 0.0
+        model = Slow(late_s if cause == "compute" else 0.0, cause == "buffers")
         with warnings.catch_warnings(record=True) as said, attached(model) as session:
             warnings.simplefilter("always")
-            for step in range(21):
-                time.sleep(late_s if cause == "input" else 0.0)
+            inputs = loaded(0.0 if cause == "compute" else late_s)
+            for x in session.batches(inputs) if cause == "batches" else inputs:
                 model.zero_grad()
-                model(samples(0, step)[0]).sum().backward()
+                model(x).sum().backward()
             report = session.report()
             page = page_text(session.plan, report.measured)
+            compute_us = list(session._monitor.arrivals.compute_us)
         texts = [str(one.message) for one in said if one.category is StragglerWarning]
-        last = [one.last_rank for one in report.messages]
+        last = max(report.arrivals, key=lambda row: row.others_waited_us).rank
         shown = "Who waits for whom" in page and "rank 1 arrives last at" in str(report)
-        found[cause] = [row.cause for row in report.arrivals], texts, last, shown
+        found[cause] = [row.cause for row in report.arrivals], texts, last, shown, compute_us
     return found
 
 
