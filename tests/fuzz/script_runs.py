@@ -408,6 +408,8 @@ class Run:
         """Of a micro-batch; `exchanged`: whether gradients are averaged over ranks in it."""
         if self._habit("scaler") and not self._habit("closure"):
             loss = self.scaler.scale(loss)
+        if self.script.weights == "unequal":
+            loss = self.side.weighed(loss, self.number)
         loss.backward()
         if exchanged:
             self.after_exchange()

@@ -56,7 +56,7 @@ class Script:
     framework: str = ""
     """`accelerate` where its Accelerator makes DDP, and its counterpart the session."""
     weights: str = ""
-    """`equal` where ranks give each backward the same weight, which changes nothing."""
+    """`equal` where ranks give each backward the same weight, which changes nothing, `unequal` where others, also 0."""
     actions: tuple[Action, ...] = ()
 
     def line(self) -> str:
@@ -243,7 +243,7 @@ def _draw(chance: random.Random) -> Script:
         buckets=chance.choice((1, 2, 3, 100)),
         habit=chance.choice(("", "", "find_unused", "static")),
         actions=(*first, *actions, Action("train", ("2",))),
-        weights="equal" if chance.random() < 0.2 else "",
+        weights=chance.choices(("", "equal", "unequal"), (8, 1, 1))[0],
     )
 
 
@@ -301,6 +301,14 @@ def normal(script: Script) -> Script:
         else ""
     )  # without which averages that are not zeroed, and gradients of ranks' own, are added behind those of the step
     framework = script.framework if optimizer != "lbfgs" else ""
+    arguments = {action.arguments for action in actions}
+    if weights == "unequal":
+        # DDP's hooks see gradients of a weighed loss; a rank of weight 0 has neither infinite losses nor parameters.
+        hard = bool(names & {"hook", "resize"} or arguments & {("micro", "uneven"), ("scaler", "overflow")})
+        hard = hard or bool(framework) or optimizer == "muon" or script.kind == "sparse"
+        weights = "equal" if hard else weights
+    if weights == "unequal":
+        dtype, features = "float64", [one for one in features if one not in ("unused", "apart", "expert")]
     if framework:
         actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]
         actions = [
