@@ -7,7 +7,7 @@ one made stay as they are, in the old one's memory, until no reference to them i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -149,7 +149,7 @@ class Exchange:
         self._saved: list[SavedGrad] = []
         self._aside: dict[int, SavedGrad] = {}
         """`.grad`s from before the micro-batches of a weighed step, by place in the plan."""
-        self._seen: tuple[int, ...] | None = ()
+        self._seen: tuple[int, int] | None = None
         """`_first_grad` at the end of the last micro-batch."""
         self._idle = False
         """Whether the present backward has a weight of 0, as if it had used no parameter."""
@@ -263,9 +263,14 @@ class Exchange:
             return None
         return (torch.zeros_like(gradient) if self._idle else gradient * factor,)  # zeros: no NaN may come through
 
-    def _first_grad(self) -> tuple[int, ...] | None:
-        """Return place and version of the first `.grad` that an optimizer reads: others once a script zeroes it."""
-        first = next((slot.parameter.grad for slot in self._updated if slot.parameter.grad is not None), None)
+    def _arrived(self) -> Iterator[Tensor]:
+        """Yield the `.grad`s that an optimizer reads, and that micro-batches of this step have added to."""
+        arrived = (one.parameter.grad for one in self._updated if one.touched or one.index in self._aside)
+        return (grad for grad in arrived if grad is not None)
+
+    def _first_grad(self) -> tuple[int, int] | None:
+        """Return place and version of the first of these: others once a script zeroes it."""
+        first = next(self._arrived(), None)
         return None if first is None else (first.data_ptr(), first._version)
 
     def _begun_again(self, weighs: bool) -> bool:
@@ -274,7 +279,7 @@ class Exchange:
         """
         if self._first_grad() == self._seen:
             return False
-        left = [grad for grad in (slot.parameter.grad for slot in self._updated) if grad is not None]
+        left = list(self._arrived())
         return not left or (weighs and not any(bool(grad.any()) for grad in left))
 
     def accumulated(self) -> None:
@@ -395,6 +400,7 @@ class Exchange:
         state = {"residuals": {}, **before.carried.state(), "steps": before.carried.steps}
         self.carried.load_state(state, self._parameters)
         touched = {slot.name for slot in before.slots if slot.touched}
+        self._seen = before._seen
         for slot in self.slots:
             slot.touched = slot.name in touched
         self._aside = {
