@@ -237,6 +237,8 @@ def refusals() -> dict[str, str]:
         found["on one rank"] = raised(step(session, 2 if rank == 0 else None))
         model.zero_grad()
         found["then on all"] = raised(step(session, 2))
+    with attached(model, weight=lambda: 2.0 if rank == 0 else float("nan")) as session:
+        found["asked for nan"] = raised(step(session, None))
     with attached(model) as session:
         found["none"] = raised(step(session, None))
         found["begun later"] = raised(step(session, 2))

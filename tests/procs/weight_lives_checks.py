@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from weight_checks import EQUAL, Net, difference, loss_of, samples, sent_by
 
 import runtime
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, InputError
 from runtime.plan import CompressorSpec, Plan
 from runtime.plan.transports import FLAT
 
@@ -210,6 +210,10 @@ def residuals_keep_what_is_not_sent() -> float:
         return torch.cat([(torch.zeros_like(p) if one is None else one).flatten() for one, p in pairs])
 
     for step in range(5):
+        if step == 2:  # one that counts nothing on any rank is refused, and loses nothing
+            session.weight(0)
+            with suppress(InputError):
+                loss_of(model, *samples(rank, step)).backward()
         counts = [len(samples(one, step)[0]) for one in range(ranks)]
         unit = unit or sum(counts) / ranks
         for one in range(ranks):
