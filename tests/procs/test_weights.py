@@ -62,10 +62,11 @@ def test_a_run_continues_from_its_state_bit_for_bit(several: list[dict[str, Any]
         ("weight of many", "session.weight: found 'many', expected the number of samples or tokens"),
         ("zero everywhere", "found weights of 0 on all"),
         ("on one rank", "found weights on some ranks alone: none on rank 1"),
-        ("asked for nan", "attach(…, weight=…): found nan, expected the number of samples or tokens"),
+        ("asked for nan", "found nan, expected the number of samples or tokens"),
         ("begun later", "found a first step without weights before it"),
         ("delay", "session.weight: the plan has a delay"),
         ("asked with delay", "the plan has a delay"),
+        ("asked with outer steps", "the plan has outer steps"),
     ],
 )
 def test_what_no_weights_can_be_is_refused_on_all_ranks_alike(

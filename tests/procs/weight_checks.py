@@ -20,7 +20,7 @@ from planner.report.page import page_text
 from runtime.checks.plan import check_plan
 from runtime.errors import PlannerError, StragglerWarning
 from runtime.plan import CompressorSpec, Plan, PlanBucket, StepPlan, UpdatePlan
-from runtime.plan.document import DelaySpec
+from runtime.plan.document import DelaySpec, OuterSpec
 from runtime.plan.transports import FLAT, TRANSPORTS, TWO_SHOT, Transport
 from runtime.session.session import Session
 
@@ -249,6 +249,8 @@ def refusals() -> dict[str, str]:
     found["delay"] = raised(lambda: delayed.weight(1))
     delayed.detach()
     found["asked with delay"] = raised(lambda: runtime.attach(model, optimizer, plan, weight=lambda: 1.0))
+    outer = plan_of(model, 2, accuracy="relaxed", outer=OuterSpec(every=2))
+    found["asked with outer steps"] = raised(lambda: runtime.attach(model, optimizer, outer, weight=lambda: 1.0))
     return found
 
 
