@@ -113,21 +113,17 @@ def _largest(profile: Profile, cluster: Cluster, measured: int, memory_mib: floa
     problem = make_problem(profile, cluster)
     needed, known = sharded.memory_parts(problem)
     memory_bytes = sharded.memory_bytes(problem, memory_mib or 0.0)
+    fits = 0 if needed is None or not known else int(((memory_bytes or 0) - needed) // (known / measured))
+    if fits >= 1:
+        return fits
+    if memory_mib is None:  # where it is known, notes say that a rank needs more than it has
+        return None
     if needed is None or not known:
-        if memory_mib is None:
-            return None
         raise InputError(
             "--max-memory-mib: found a profile without the optimizer's state or activations, so that memory limits no "
             "share; expected both: profile again, or leave it out"
         )
-    if memory_bytes is None:
-        return None
-    fits = int((memory_bytes - needed) // (known / measured))
-    if fits < 1 and memory_mib is None:  # notes say that a rank needs more than it has
-        return None
-    if fits < 1:
-        raise InputError(
-            f"--max-memory-mib: found {memory_mib:g}, in which no sample fits next to {needed / 2**20:.0f} MiB for "
-            f"weights, gradients and the optimizer's state; expected more memory"
-        )
-    return fits
+    raise InputError(
+        f"--max-memory-mib: found {memory_mib:g}, in which no sample fits next to {needed / 2**20:.0f} MiB for "
+        f"weights, gradients and the optimizer's state; expected more memory"
+    )

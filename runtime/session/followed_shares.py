@@ -18,26 +18,22 @@ class Shares:
 
     def __init__(self, plan: Plan, weights: Weights, rank: int) -> None:
         self._weights, self._rank = weights, rank
-        self._most: list[int | None] = [None, None]
-        """Largest share that a rank has memory for, by the plan and by the script."""
         self.present: tuple[int, ...] | None = None
         """Samples of each rank, in order of rank; None: the script decides."""
+        self.most: int | None = None
+        """Largest share that a rank has memory for, by the plan and the script; None: any."""
         self._take(plan)
 
     def _take(self, plan: Plan) -> None:
         self._planned = plan.shares
         if plan.shares is not None:
-            self.present, self._most[0] = tuple(plan.shares.values()), plan.largest_share
+            self.present = tuple(plan.shares.values())
+            self.most = _tighter(self.most, plan.largest_share)
 
     @property
     def mine(self) -> int | None:
         """Samples of this rank; None: the script decides."""
         return None if self.present is None else self.present[self._rank]
-
-    @property
-    def most(self) -> int | None:
-        """Largest share that a rank has memory for; None: any."""
-        return min((one for one in self._most if one is not None), default=None)
 
     def plan_changed(self, plan: Plan) -> None:
         """Take the shares of another plan, if they are not those of the last one."""
@@ -51,7 +47,6 @@ class Shares:
                 "session.sampler: found a plan without shares, expected global_batch, the samples of a step over all "
                 "ranks: pass it, or make the plan with `planner optimize --global-batch`"
             )
-        self._most[1] = self._most[1] if most is None else most
         if global_batch is not None and self.present is not None and global_batch != sum(self.present):
             raise InputError(
                 f"session.sampler: found global_batch={global_batch}, and shares of {sum(self.present)} samples in "
@@ -63,15 +58,9 @@ class Shares:
                 f"at least one for each: give more, or use fewer ranks"
             )
         present = self.present or tuple(((global_batch or 0) + ranks - 1 - rank) // ranks for rank in range(ranks))
-        self._check_most(present, "session.sampler")
-        self.present = present
-
-    def _check_most(self, shares: Sequence[int], where: str) -> None:
-        if self.most is not None and max(shares) > self.most:
-            raise InputError(
-                f"{where}: found a share of {max(shares)} samples, expected at most {self.most}, for which a rank has "
-                f"memory (most=, or the plan's largest_share): give fewer samples in all, or more memory"
-            )
+        limit = _tighter(self.most, most)
+        _check_largest(present, limit, "session.sampler")
+        self.present, self.most = present, limit
 
     def next_pass(self, arrivals: Arrivals, decide: Decide) -> tuple[int, ...]:
         """Return the shares of the pass that begins; all ranks call this at the same place.
@@ -98,5 +87,17 @@ class Shares:
                 f"state of the sampler: found shares of {sum(shares)} samples, and here a step of {sum(self.present)}; "
                 f"expected the same: sample with global_batch={sum(shares)}, or begin the pass anew"
             )
-        self._check_most(shares, "state of the sampler")
+        _check_largest(shares, self.most, "state of the sampler")
         self.present = tuple(shares)
+
+
+def _tighter(most: int | None, other: int | None) -> int | None:
+    return min((one for one in (most, other) if one is not None), default=None)
+
+
+def _check_largest(shares: Sequence[int], most: int | None, where: str) -> None:
+    if most is not None and max(shares) > most:
+        raise InputError(
+            f"{where}: found a share of {max(shares)} samples, expected at most {most}, for which a rank has memory "
+            f"(most=, or the plan's largest_share): give fewer samples in all, or more memory"
+        )

@@ -28,11 +28,6 @@ WAIT_S = 20.0
 """Deadline of every collective."""
 
 
-def weights_of(step: int, ranks: int) -> list[float]:
-    """Unequal weights of ranks in a step; in some the last one has none."""
-    return [0.0 if rank == ranks - 1 and step % 3 == 2 else 1.0 + (rank + step) % ranks for rank in range(ranks)]
-
-
 class DDPSide:
     """The reference."""
 
@@ -54,11 +49,6 @@ class DDPSide:
             self._feedback.names = {id(p): name for name, p in model.named_parameters()}
             self._ddp.register_comm_hook(None, lambda _, bucket: self._feedback(bucket))
         return self._ddp
-
-    def weighed(self, loss: Tensor, step: int) -> Tensor:
-        """The loss, so that the mean over ranks is weighed."""
-        weights = weights_of(step, dist.get_world_size(self.group))
-        return loss * (weights[dist.get_rank(self.group)] * len(weights) / sum(weights))
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """DDP's."""
@@ -133,12 +123,6 @@ class PlanSide:
         owned = {id(p) for one in muons for group in one.param_groups for p in group["params"]}
         matrices = [name for name, p in model.named_parameters() if name in names and id(p) in owned]
         return plan_of(names, self._kind, self._buckets, dist.get_world_size(self.group), matrices)
-
-    def weighed(self, loss: Tensor, step: int) -> Tensor:
-        """The loss as it is; the session has its weight."""
-        if (session := self.watched()) is not None:
-            session.weight(weights_of(step, dist.get_world_size(self.group))[dist.get_rank(self.group)])
-        return loss
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """The session's."""
