@@ -86,9 +86,9 @@ class Weights:
         """Return n / n₀ of the present backward; all ranks meet here in the first one. Raises InputError."""
         if self.factor is None:
             n = self._weight() if self._agreed else self._agree()
-            assert self.unit is not None  # else ranks have refused each other
             if n is None:
-                raise InputError(f"found no weight for this backward, but earlier ones had some; {HINT}")
+                raise InputError(f"found no weight for this backward, but weights for others; {HINT}")
+            assert self.unit is not None  # else ranks have refused each other
             self.factor = n / self.unit
             self._sum += self.factor
             self._micro_batches += 1
