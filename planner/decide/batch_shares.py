@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.documents.estimate import on_accelerator
+from planner.documents.estimate import on_accelerator, scale_times
 from planner.documents.profile import Cluster, Profile
 from planner.documents.speeds import on_rank, rank_times
 from planner.documents.text import ms
@@ -26,6 +25,8 @@ class ShareChoice:
     """Profile of the rank that computes for longest."""
     cluster: Cluster
     """The cluster, without speeds: they are in the profile."""
+    largest: int | None
+    """Largest share that a rank has memory for; None: not known."""
     equal: Profile
     """Profile of the slowest rank with an equal share."""
 
@@ -55,7 +56,8 @@ def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: fl
         profile: the step of a rank of speed 1; says how many samples it has.
         cluster: the ranks and their speeds.
         total: samples of all ranks.
-        memory_mib: memory of a rank, for weights, gradients, the optimizer's state and activations.
+        memory_mib: memory of a rank, for weights, gradients, the optimizer's state and activations; default: what the
+            profile has, if it is known.
 
     Raises:
         InputError: fewer samples than ranks, more than memory holds, or a profile that does not say its batch.
@@ -76,7 +78,9 @@ def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: fl
     sample_us = times.batch_us / measured
     if not sample_us.all():
         raise InputError("--global-batch: found a profile without compute times, by which nothing can be shared")
-    most = _most(profile, cluster, measured, total, memory_mib)
+    largest = _largest(profile, cluster, measured, memory_mib)
+    unlimited = total - cluster.ranks + 1
+    most = np.full(cluster.ranks, unlimited if largest is None else min(unlimited, largest), dtype=np.int64)
     if most.sum() < total:
         raise InputError(
             f"--global-batch: found {total} samples, of which a rank has memory for {int(most[0])}, expected at most "
@@ -88,27 +92,38 @@ def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: fl
     last, slowest = int(times.step_us(shares).argmax()), int(times.step_us(equal).argmax())
     return ShareChoice(
         batch=found,
-        profile=on_rank(profile, cluster, last, float(shares[last])),
+        largest=largest,
+        # Times are of the rank that ends last, and memory of the one that needs most.
+        profile=_of_batch(on_rank(profile, cluster, last, float(shares[last])), float(shares.max())),
         cluster=replace(cluster, speed=None),
-        equal=on_rank(profile, cluster, slowest, equal),
+        equal=_of_batch(on_rank(profile, cluster, slowest, equal), equal),
     )
 
 
-def _most(profile: Profile, cluster: Cluster, measured: int, total: int, memory_mib: float | None) -> NDArray[np.int64]:
-    """Return the largest share of each rank that its memory holds, where that is limited. Raises InputError."""
-    unlimited = np.full(cluster.ranks, total - cluster.ranks + 1, dtype=np.int64)
-    if memory_mib is None:
-        return unlimited
-    needed, known = sharded.memory_parts(make_problem(profile, cluster))
+def _of_batch(profile: Profile, factor: float) -> Profile:
+    """Return the profile with activations of a batch `factor` times as large; times stay."""
+    factors = dict.fromkeys(("activation_bytes", "checkpoint_bytes"), factor)
+    return replace(
+        profile, compute=scale_times(profile.compute, factors), layers=scale_times(profile.layers, factors)
+    )  # fmt: skip
+
+
+def _largest(profile: Profile, cluster: Cluster, measured: int, memory_mib: float | None) -> int | None:
+    """Return the largest share that the memory of a rank holds; None where that is not known. Raises InputError."""
+    problem = make_problem(profile, cluster)
+    needed, known = sharded.memory_parts(problem)
+    memory_bytes = sharded.memory_bytes(problem, memory_mib or 0.0)
+    fits = 0 if needed is None or not known else int(((memory_bytes or 0) - needed) // (known / measured))
+    if fits >= 1:
+        return fits
+    if memory_mib is None:  # where it is known, notes say that a rank needs more than it has
+        return None
     if needed is None or not known:
         raise InputError(
             "--max-memory-mib: found a profile without the optimizer's state or activations, so that memory limits no "
             "share; expected both: profile again, or leave it out"
         )
-    fits = int((memory_mib * 2**20 - needed) // (known / measured))
-    if fits < 1:
-        raise InputError(
-            f"--max-memory-mib: found {memory_mib:g}, in which no sample fits next to {needed / 2**20:.0f} MiB for "
-            f"weights, gradients and the optimizer's state; expected more memory"
-        )
-    return np.minimum(unlimited, fits)
+    raise InputError(
+        f"--max-memory-mib: found {memory_mib:g}, in which no sample fits next to {needed / 2**20:.0f} MiB for "
+        f"weights, gradients and the optimizer's state; expected more memory"
+    )

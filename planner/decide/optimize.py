@@ -122,7 +122,8 @@ def decide(request: Request) -> Plan:
     if SHARDED_STEP in request.interfaces and request.sharding is not None and request.sharding.step != "never":
         late = step is not None and step.gather == "forward"
         notes += late_gather.notes(problem, step) if step is not None and late else sharded.notes(problem, step)
-    if (unused := _unused_memory_limit(request)) and request.max_memory_mib is not None:
+    unused = "" if request.shares else _unused_memory_limit(request)  # those heed it
+    if unused and request.max_memory_mib is not None:
         notes.append(f"--max-memory-mib {request.max_memory_mib:g} changes nothing: {unused}")
     plan = replace(plan, notes=(*plan.notes, *notes))
     if request.cut is not None:
@@ -167,7 +168,7 @@ def _with_shares(request: Request, plan: Plan) -> Plan:
     assert plan.predicted is not None
     assert equal.predicted is not None
     note = shares.note(plan.predicted.iteration_us, equal.predicted.iteration_us)
-    return replace(plan, shares=shares.shares, notes=(*plan.notes, note))
+    return replace(plan, shares=shares.shares, largest_share=shares.largest, notes=(*plan.notes, note))
 
 
 def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | None]:

@@ -75,6 +75,11 @@ def stock_plan(plan: Plan) -> tuple[Plan, list[str]]:
     """
     notes = []
     step_us = plan.predicted.iteration_us if plan.predicted else None
+    if plan.shares is not None and len(set(plan.shares.values())) > 1:
+        notes.append(
+            f"shares of the batch cannot be expressed, DDP averages ranks as equals: multiply each rank's loss by its "
+            f"samples in the step x {len(plan.shares)} / those of all ranks ({sum(plan.shares.values())})"
+        )
     if plan.accuracy != "exact" or plan.local_async is not None:
         named = {"local updaters": plan.local_async, "the delay": plan.delay, "outer steps": plan.outer}
         what = next((name for name, spec in named.items() if spec is not None), "compression")

@@ -62,7 +62,8 @@ class AllReduce(Launcher):
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
         """Wait until a bucket has come, or all have: later ones are sent while it is unpacked."""
         if bucket is None:
-            self.wait()  # before anything counts as sent
+            self.wait()
+            self.correction()  # raises where nothing counts, before anything counts as sent
         else:
             self.communicator.wait(self._recorder.sent(bucket.index))
 

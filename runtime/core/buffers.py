@@ -48,12 +48,14 @@ class BufferSync:
         device: torch.device,
         synchronizing: Callable[[], bool],
         apart: Callable[[], bool],
+        followed: Callable[[], None],
     ) -> None:
         """`synchronizing` is asked in a forward: whether it is followed by an exchange; `apart`: whether ranks' buffers
-        are their own now. Messages are on `device`.
+        are their own now. `followed` is called in a forward in which they have been exchanged. Messages are on
+        `device`.
         """
         self._world, self._model, self._device = world, model, device
-        self._synchronizing, self._apart = synchronizing, apart
+        self._synchronizing, self._apart, self._followed = synchronizing, apart, followed
         self._on_host = device.type == "cpu"
         self._follows = world.group is not None and bool(exchanged_buffers(model))
         self._due = True
@@ -95,6 +97,7 @@ class BufferSync:
                 self._follow_changes()
             else:
                 self._exchange()
+            self._followed()
         self._due, self._aligned = self._synchronizing(), False
 
     @torch.no_grad()

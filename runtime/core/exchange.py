@@ -7,7 +7,7 @@ one made stay as they are, in the old one's memory, until no reference to them i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -149,6 +149,8 @@ class Exchange:
         self._saved: list[SavedGrad] = []
         self._aside: dict[int, SavedGrad] = {}
         """`.grad`s from before the micro-batches of a weighed step, by place in the plan."""
+        self._seen: tuple[int, int] | None = None
+        """`_first_grad` at the end of the last micro-batch."""
         self._idle = False
         """Whether the present backward has a weight of 0, as if it had used no parameter."""
         self._next = 0
@@ -177,6 +179,8 @@ class Exchange:
         """
         self._on_first_grad, self._on_duplicate_grad = on_first_grad, on_duplicate_grad
         self._hooks_may_read = hooks_may_read
+        weights = self.launcher.rank_weights
+        self._updated = [slot for slot in self.slots if weights and id(slot.parameter) in weights.updated] or self.slots
         for name in self._parameters.keys() - set(self.plan.gradients):
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
@@ -243,8 +247,9 @@ class Exchange:
         """Return a gradient times the weight of its backward, before it is added to `.grad`; None: it stays."""
         weights = self.launcher.rank_weights
         assert weights is not None
-        if weights.accumulating and all(one.parameter.grad is None for one in self.slots):
-            weights.abort()  # the script has zeroed what it had accumulated, and begins again
+        if (so_far := weights.accumulated) is not None and self._begun_again(so_far > 0.0):
+            weights.abort()
+            self._aside = {at: one for at, one in self._aside.items() if one.slot not in self._updated}
         try:
             factor = weights.take()
         except InputError:
@@ -258,9 +263,30 @@ class Exchange:
             return None
         return (torch.zeros_like(gradient) if self._idle else gradient * factor,)  # zeros: no NaN may come through
 
+    def _arrived(self) -> Iterator[Tensor]:
+        """Yield the `.grad`s that an optimizer reads, and that micro-batches of this step have added to."""
+        arrived = (one.parameter.grad for one in self._updated if one.touched or one.index in self._aside)
+        return (grad for grad in arrived if grad is not None)
+
+    def _first_grad(self) -> tuple[int, int] | None:
+        """Return place and version of the first of these: others once a script zeroes it."""
+        first = next(self._arrived(), None)
+        return None if first is None else (first.data_ptr(), first._version)
+
+    def _begun_again(self, weighs: bool) -> bool:
+        """Tell whether the script has zeroed what it had accumulated. A device is waited for only where it has changed
+        the first gradient; zeros in place tell nothing where all that came so far `weighs` 0.
+        """
+        if self._first_grad() == self._seen:
+            return False
+        left = list(self._arrived())
+        return not left or (weighs and not any(bool(grad.any()) for grad in left))
+
     def accumulated(self) -> None:
         self._end_weight()
         self._recorder.end_micro_batch()
+        if self.launcher.weighted:
+            self._seen = self._first_grad()
 
     def finish(self) -> None:
         """End a backward: after this, every `.grad` is final."""
@@ -374,6 +400,7 @@ class Exchange:
         state = {"residuals": {}, **before.carried.state(), "steps": before.carried.steps}
         self.carried.load_state(state, self._parameters)
         touched = {slot.name for slot in before.slots if slot.touched}
+        self._seen = before._seen
         for slot in self.slots:
             slot.touched = slot.name in touched
         self._aside = {

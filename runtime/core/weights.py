@@ -13,7 +13,7 @@ times their number on a rank, as with DDP: scripts divide the loss by that numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ HINT = "call session.weight(n) on every rank before each backward, from the firs
 class Weights:
     """Weights of this rank's backwards, and those of all ranks in the last step."""
 
-    def __init__(self, world: World, ask: Callable[[], float] | None = None) -> None:
-        """`ask` returns the weight of the next backward; None: it is given, if there are any."""
-        self._world, self._ask = world, ask
+    def __init__(self, world: World, ask: Callable[[], float] | None, updated: Collection[int]) -> None:
+        """`ask` returns the weight of the next backward; None: it is given, if there are any. `updated`: ids of the
+        parameters that an optimizer updates; empty: not known.
+        """
+        self._world, self._ask, self.updated = world, ask, updated
         self.wanted = ask is not None
         """Whether this rank has given a weight, or will."""
         self.unit: float | None = None
@@ -61,9 +63,9 @@ class Weights:
         return self.unit is not None
 
     @property
-    def accumulating(self) -> bool:
-        """True between two micro-batches of a step."""
-        return self.factor is None and self._micro_batches > 0
+    def accumulated(self) -> float | None:
+        """Σ n / n₀ of the micro-batches so far, between two of a step; else None."""
+        return self._sum if self.factor is None and self._micro_batches else None
 
     def give(self, n: float) -> float:
         """Keep the weight of the next backward; return what counts. Raises InputError."""
@@ -83,12 +85,10 @@ class Weights:
     def take(self) -> float:
         """Return n / n₀ of the present backward; all ranks meet here in the first one. Raises InputError."""
         if self.factor is None:
-            n = self._weight()
-            if not self._agreed:
-                self._agree(n)
-            assert self.unit is not None  # else ranks have refused each other
+            n = self._weight() if self._agreed else self._agree()
             if n is None:
-                raise InputError(f"found no weight for this backward, but earlier ones had some; {HINT}")
+                raise InputError(f"found no weight for this backward, but weights for others; {HINT}")
+            assert self.unit is not None  # else ranks have refused each other
             self.factor = n / self.unit
             self._sum += self.factor
             self._micro_batches += 1
@@ -102,15 +102,25 @@ class Weights:
             return check_weight(self._ask(), "attach(…, weight=…)")
         return self.default if given is None else given
 
-    def _agree(self, n: float | None) -> None:
-        """Agree on n₀ with all ranks, of which each calls this once. Raises InputError on all of them alike."""
-        found: list[tuple[float | None, float | None]]
+    def _agree(self) -> float | None:
+        """Agree on n₀ with all ranks, of which each calls this once, and return this rank's weight. Raises InputError
+        on all of them alike.
+        """
+        found: list[tuple[float | None, float | None, str | None]]
+        n: float | None = None
+        problem: str | None = None
+        try:
+            n = self._weight() if self.wanted else None
+        except InputError as error:
+            problem = str(error)
         doing = "agreeing on weights in the first backward, which has to reach a parameter on every rank"
-        found = self._world.gather((n, self._resumed), doing)
-        everyone, units = [one for one, _ in found], {unit for _, unit in found}
+        found = self._world.gather((n, self._resumed, problem), doing)
+        if problem := next((one for *_, one in found if one), None):
+            raise InputError(problem)
+        everyone, units = [one for one, *_ in found], {unit for _, unit, _ in found}
         self._agreed = True
         if all(one is None for one in everyone):
-            return
+            return n
         if None in everyone:
             missing = [rank for rank, one in enumerate(everyone) if one is None]
             self._agreed = False
@@ -125,6 +135,7 @@ class Weights:
             positive = [one for one in everyone if one]
             equal = len(set(positive)) == 1  # their mean may be rounded
             self.unit = (positive[0] if equal else math.fsum(positive) / len(positive)) if positive else 1.0
+        return n
 
     def connect(self) -> World:
         """Return the ranks' group for weights, made at the first call, which is at the same place on all of them.
@@ -149,7 +160,7 @@ class Weights:
     def begin_step(self) -> None:
         """Send what this rank's micro-batches weigh; before any bucket of the step is sent."""
         if not self._agreed:
-            self._agree(self._weight() if self.wanted else None)
+            self._agree()
         if not self.active:
             return
         self._sums = None

@@ -29,8 +29,8 @@ FIRST_STEP, EVERY_STEPS = 20, 100
 """Step of a plan behind which ranks compare first, and the least number of steps from then on."""
 COST = 0.001
 """Share of a run's time that comparing may cost."""
-PARTS = 2
-"""Figures of a step behind the durations of its messages: times of compute and of input."""
+PARTS = 3
+"""Figures of a step behind the durations of its messages: of `session.batches`' own, of compute and of input."""
 
 
 class Arrivals:
@@ -49,6 +49,10 @@ class Arrivals:
         self.compute_us: tuple[float, ...] = ()
         """Time of each rank's forward, backward and update; empty also where it is not known of each."""
         self._left, self._cost_us = FIRST_STEP, 0.0
+
+    def postpone(self) -> None:
+        """Compare only steps from here on: ranks have other shares of the batch; all ranks call this."""
+        self._left = max(self._left, STRAGGLER_STEPS + 1)
 
     def step_done(self, steps: Sequence[StepMarks]) -> None:
         """Count a step, whose gradients are all there, and compare when it is time; all ranks call this.
@@ -79,13 +83,13 @@ class Arrivals:
     def _compare(self, figures: Tensor, step_us: float) -> None:
         """Compare ranks by the figures of their last steps. Shape (ranks, steps, messages and `PARTS`)."""
         medians = figures.nanmedian(dim=1).values
-        durations = medians[:, :-PARTS].T.tolist()
+        durations = medians[:, :-2].T.tolist()
         rows = compare_arrivals(durations, range(self._world.ranks))
-        self.messages = arrivals_of(durations)
+        self.messages = arrivals_of(durations[:-1])  # of buckets
         computed_us = medians[:, -2].tolist()
         self.compute_us = () if any(map(math.isnan, computed_us)) else tuple(computed_us)
         self.rows = with_causes(rows, computed_us, medians[:, -1].tolist())
-        straggler = find_straggler(figures[:, :, :-PARTS].permute(1, 2, 0).tolist(), step_us)
+        straggler = find_straggler(figures[:, :, :-2].permute(1, 2, 0).tolist(), step_us)
         if straggler is None or straggler in self._warned:
             return
         self._warned.add(straggler)
@@ -99,14 +103,22 @@ class Arrivals:
         )
 
     def _figures(self, before: StepMarks, marks: StepMarks) -> Iterator[float]:
-        """Yield the durations of a step's messages, the time of its compute and that of its input, in microseconds."""
+        """Yield the durations of a step's messages and of `session.batches`' own (NaN: there is none), the time of its
+        compute and that of its input, in microseconds.
+        """
         for one in marks.sent:
             yield self._between_us(one.start, one.end)
-        begun = marks.micro_batches[0][0] if marks.micro_batches else marks.forward
+        yield marks.gathered_us or math.nan
         updated_us = self._between_us(before.update, before.update_end)
-        computed_us = self._between_us(begun, marks.backward_end)
-        yield computed_us + (0.0 if math.isnan(updated_us) else updated_us)
-        yield self._between_us(before.end if before.update_end is None else before.update_end, begun)
+        computed_us = 0.0 if math.isnan(updated_us) else updated_us
+        input_us, over = -marks.gathered_us, before.end if before.update_end is None else before.update_end
+        begun = marks.followed  # in the first forward compute begins behind the exchange of buffers
+        for forward, _, end in (*marks.micro_batches, (marks.forward, None, marks.backward_end)):
+            computed_us += self._between_us(forward if begun is None else begun, end)
+            input_us += self._between_us(over, forward)
+            begun, over = None, end
+        yield computed_us
+        yield input_us
 
     def _between_us(self, start: object, end: object) -> float:
         known = start is not None and end is not None and self._clock.reached(end)

@@ -31,7 +31,11 @@ class StepMarks:
     gradients: InitVar[int]
     micro_batches: list[tuple[Any, Any, Any]] = field(default_factory=list)
     """(forward, its end, end of backward) of the micro-batches before that only accumulated (`no_sync`)."""
+    gathered_us: float = 0.0
+    """Time in which `session.batches` waited for other ranks, in microseconds; 0: it is not used."""
     forward: Any = None
+    followed: Any = None
+    """Buffers have followed rank 0 in the first forward; None: nothing was exchanged for them there."""
     forward_end: Any = None
     loss: Any = None
     """The loss is there, backward begins; only callers that know mark it."""
@@ -75,6 +79,7 @@ class Recorder:
         before, self._now = self._now, StepMarks(*self._shape)
         self._now.forward, self._now.forward_end, self._now.loss = before.forward, before.forward_end, before.loss
         self._now.micro_batches = before.micro_batches
+        self._now.followed, self._now.gathered_us = before.followed, before.gathered_us
 
     def observe(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
         """Hook forward and the optimizers' steps, which are one update; yield the handles."""
@@ -87,10 +92,21 @@ class Recorder:
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         if torch.is_grad_enabled():
             self._now.forward = self.clock.mark()
+            if not self._now.micro_batches:
+                self._now.followed = None
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         if torch.is_grad_enabled():
             self._now.forward_end = self.clock.mark()
+
+    def buffers_followed(self) -> None:
+        """Mark that buffers have been exchanged in a forward, whose compute begins."""
+        if not self._now.micro_batches:
+            self._now.followed = self.clock.mark()
+
+    def gathered(self, us: float) -> None:
+        """Add a time in microseconds, in which all ranks met before a batch."""
+        self._now.gathered_us += us
 
     def loss_ready(self) -> None:
         """Mark that the loss is there, for callers that know when backward begins."""

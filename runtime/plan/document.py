@@ -345,6 +345,8 @@ class Plan(Document):
     """Loss against DDP's on a job, where it was measured; no part of the digest."""
     shares: dict[RankNumber, PositiveCount] | None = None
     """Samples of each rank in a step, by rank; absent: ranks have equal shares, or the script decides."""
+    largest_share: PositiveCount | None = None
+    """Largest share that a rank has memory for; absent: not known."""
     cuts: Annotated[tuple[Name, ...], Field(max_length=MAX_BUCKETS)] | None = None
     """Modules at which a graph of `torch.compile` is cut, by path, in the order of forward: a region begins at each.
     Executed with `attach(compile=...)`; absent: not decided."""

@@ -160,8 +160,9 @@ class Session:
         """The `no_sync` of what trains the model while the session is aside."""
         self._parameters = dict(trainable_parameters(model) if parameters is None else parameters)
         self._device = next(iter(self._parameters.values())).device
-        self._weights = Weights(world, options.weight)
-        self._shares = Shares(plan.shares, self._weights, world.rank)
+        updated = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        self._weights = Weights(world, options.weight, updated)
+        self._shares = Shares(plan, self._weights, world.rank)
         self._compiled = None if options.compile is None else CompiledModel(model, options.compile)
         leave_uncompiled()
         if self._device.type == "cpu":
@@ -194,7 +195,8 @@ class Session:
         self._buffers: BufferSync | None = None
         if options.broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self._mode.own_weights
-            self._buffers = BufferSync(world, model, self._device, synchronizing, own)
+            followed = self._recorder.buffers_followed
+            self._buffers = BufferSync(world, model, self._device, synchronizing, own, followed)
             self._handles += self._buffers.install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
         # a mode does around the optimizer's step.
@@ -305,7 +307,7 @@ class Session:
         self._modes = [*(one for one in self._modes if one.lingers), mode]
         self._norms.follow(mode.plan)
         self._operators.follow(mode.plan)
-        self._shares.plan_changed(mode.plan.shares)
+        self._shares.plan_changed(mode.plan)
         self._put(exchange)
         if self._compiled is not None:
             self._compiled.cut(mode.plan.cuts)
@@ -372,10 +374,10 @@ class Session:
         `weight(n)` each sample counts alike. All ranks call this at the same place; it costs a control message a batch.
 
         Args:
-            loader: this rank's batches, at least one.
+            loader: this rank's batches: at least one, or a DataLoader, whose first sample then stands in.
 
         Raises:
-            InputError: on all ranks alike, where a rank has no batch at all; a plan with a delay.
+            InputError: on all ranks alike, where a rank has no batch at all, and no sample; a plan with a delay.
             CommunicationError: a rank did not come within the deadline.
 
         Example:
@@ -385,7 +387,7 @@ class Session:
                 optimizer.step()
         """
         self._want_weights("session.batches")
-        return even_batches(self._weights, loader)
+        return even_batches(self._weights, loader, self._recorder)
 
     def sampler(
         self, dataset: Sized, global_batch: int | None = None, *, most: int | None = None, shuffle: bool = True,
@@ -400,13 +402,14 @@ class Session:
         Args:
             dataset: has a length.
             global_batch: samples of a step over all ranks; default: of the plan's shares.
-            most: largest share that a rank has memory for; default: any.
+            most: largest share that a rank has memory for; default: the largest one of the plan, if it has one.
             shuffle: whether samples are drawn in a random order.
             seed: of the order, equal on all ranks.
             drop_last: leave out the samples behind the last whole batch.
 
         Raises:
-            InputError: neither shares nor `global_batch`, or both with other totals; fewer samples than ranks.
+            InputError: neither shares nor `global_batch`, or both with other totals; fewer samples than ranks; a share
+                above `most`.
 
         Example:
             sampler = session.sampler(dataset, 512)
@@ -416,11 +419,11 @@ class Session:
                 for x, y in session.batches(loader):
                     session.weight(len(x))
         """
-        self._shares.begin(global_batch, self._world.ranks)
+        self._shares.begin(global_batch, self._world.ranks, most)
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
 
         def next_pass() -> Sequence[int]:
-            return self._shares.next_pass(self._monitor.arrivals, self._decide_shares, most)
+            return self._shares.next_pass(self._monitor.arrivals, self._decide_shares)
 
         return ShareBatches(dataset, self._shares, next_pass, self._world.rank, **options)
 

@@ -17,9 +17,10 @@ class ShareSampler(Sampler[int]):
     """Indices of one rank's shares of the batches of a data set; in place of `DistributedSampler`.
 
     Each batch of all ranks is a run of the epoch's order, of which every rank gets its share; a `DataLoader` with
-    `batch_size` of this rank's share makes one batch of each. What is left at the end is shared alike, so that the last
-    batches may be smaller, or missing on some ranks: train by `session.batches(loader)` there, or pass `drop_last`. No
-    sample is drawn twice in an epoch. The order is that of (seed, epoch), on any number of ranks.
+    `batch_size` of this rank's share makes one batch of each. What is left at the end is shared alike, at least one for
+    each rank while there are as many: the last batches are smaller, or, of fewer samples, missing on some ranks. Train
+    by `session.batches(loader)` there, or pass `drop_last`. No sample is drawn twice in an epoch. The order is that of
+    (seed, epoch), on any number of ranks.
     """
 
     def __init__(
@@ -53,14 +54,18 @@ class ShareSampler(Sampler[int]):
         self._samples, self._shuffle, self._seed, self._drop_last = len(dataset), shuffle, seed, drop_last
         self.epoch = self.consumed = 0
         """Number of the pass, and of its samples that ranks have had before this iteration began."""
+        self._over = False
+        """Whether an iteration has come to the end of the pass."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another pass, which has another order.
+        """Set the number of the next iteration's pass. One that a state left in the middle continues there.
 
         Args:
-            epoch: number of the pass, from 0.
+            epoch: number of the pass, from 0; decides the order.
         """
-        self.epoch, self.consumed = epoch, 0
+        if self._over or epoch != self.epoch:
+            self.consumed = 0
+        self.epoch, self._over = epoch, False
 
     def state_dict(self, batches: int = 0) -> dict[str, int]:
         """Return what `load_state_dict` continues from, with any shares.
@@ -80,16 +85,20 @@ class ShareSampler(Sampler[int]):
         Args:
             state: what `state_dict` returned, of a run with these shares or others.
         """
-        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+        self.epoch, self.consumed, self._over = int(state["epoch"]), int(state["consumed"]), False
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of this rank's samples in the epoch's order, for each batch."""
-        whole, ends = sum(self.shares), [0, *accumulate(self.shares)]
+        whole, ranks, ends = sum(self.shares), len(self.shares), [0, *accumulate(self.shares)]
         for start in range(self.consumed, self._samples, whole):
             size = min(whole, self._samples - start)
             if size < whole and self._drop_last:
                 return
-            yield start + ends[self.rank] * size // whole, start + ends[self.rank + 1] * size // whole
+            least = int(size >= ranks)  # of each rank, which has its share of the others
+            left, most = size - least * ranks, max(1, whole - least * ranks)
+            here = (self.rank, self.rank + 1)
+            first, stop = (start + least * at + (ends[at] - least * at) * left // most for at in here)
+            yield first, stop
 
     def order(self) -> list[int]:
         """Return the order of all samples in this pass, the same on all ranks."""
@@ -99,10 +108,17 @@ class ShareSampler(Sampler[int]):
         order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
         return order
 
-    def __iter__(self) -> Iterator[int]:
+    def batches(self) -> Iterator[list[int]]:
+        """Yield this rank's part of each batch that is left of the pass; of one that is over, of the whole."""
+        self.set_epoch(self.epoch)
         order = self.order()
         for start, stop in self.parts():
-            yield from order[start:stop]
+            yield order[start:stop]
+        self._over = True
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self.batches():
+            yield from batch
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.parts())
@@ -131,7 +147,9 @@ class ShareBatches(Sampler[list[int]]):
         return tuple(self._sampler.shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another pass, which has another order; `epoch`: its number, from 0."""
+        """Set the number of the next iteration's pass, from 0. One that a state left in the middle continues
+        there.
+        """
         self._sampler.set_epoch(epoch)
 
     def state_dict(self, batches: int = 0) -> dict[str, Any]:
@@ -139,14 +157,15 @@ class ShareBatches(Sampler[list[int]]):
         return {**self._sampler.state_dict(batches), "shares": list(self.shares)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of a pass: with its shares on as many ranks, else with those that there are."""
-        self._sampler.load_state_dict(state)
+        """Continue in the middle of a pass: with its shares on as many ranks, else with those that there are. Raises
+        InputError where those are of other batches, or too large for the memory of a rank.
+        """
         self._shares.load(state.get("shares", ()))
+        self._sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[int]]:
         self._sampler.shares = list(self._next_pass())
-        order = self._sampler.order()
-        yield from (order[start:stop] for start, stop in self._sampler.parts() if stop > start)
+        yield from filter(None, self._sampler.batches())
 
     def __len__(self) -> int:
         return sum(stop > start for start, stop in self._sampler.parts())

@@ -118,9 +118,10 @@ class ReduceScatter(Launcher):
         """
         carries = self.carried.active
         self.wait()
+        factor = self.correction()  # raises where nothing counts, before anything counts as sent
         if carries:
             self.carried.count(self.usage.finite())
-        if (factor := self.correction()) != 1.0:
+        if factor != 1.0:
             for part in self.parts:
                 part.total.mul_(factor)
         used = self.usage.used_somewhere() if missing else set()

@@ -56,7 +56,7 @@ class Script:
     framework: str = ""
     """`accelerate` where its Accelerator makes DDP, and its counterpart the session."""
     weights: str = ""
-    """`equal` where ranks give each backward the same weight, which changes nothing."""
+    """`equal` where ranks give each backward the same weight, which changes nothing, `unequal` where others, also 0."""
     actions: tuple[Action, ...] = ()
 
     def line(self) -> str:
@@ -243,7 +243,7 @@ def _draw(chance: random.Random) -> Script:
         buckets=chance.choice((1, 2, 3, 100)),
         habit=chance.choice(("", "", "find_unused", "static")),
         actions=(*first, *actions, Action("train", ("2",))),
-        weights="equal" if chance.random() < 0.2 else "",
+        weights=chance.choices(("", "equal", "unequal"), (8, 1, 1))[0],
     )
 
 
@@ -277,7 +277,7 @@ def normal(script: Script) -> Script:
     names = {action.name for action in actions}
     habits = {action.arguments[0] for action in actions if action.name == "loop"}
     dtype, optimizer, habit = script.dtype, script.optimizer, script.habit
-    if script.ranks > 2 or script.kind in ("sharded", "delayed"):
+    if script.ranks > 2 or script.kind in ("sharded", "delayed") or script.weights == "unequal":
         dtype = "float64"  # sums have several orders
     if optimizer == "muon" and script.kind not in WITH_MUON:
         optimizer = "adamw"
@@ -293,14 +293,9 @@ def normal(script: Script) -> Script:
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
         trains = ({"no_grad"}, {"update_bn"})
         actions = [replace(a, rank=None) if set(a.arguments) in trains else a for a in actions]
-    weights = (
-        script.weights
-        if script.kind != "delayed"
-        and not {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3"), ("own", "each")}
-        & {action.arguments for action in actions}
-        else ""
-    )  # without which averages that are not zeroed, and gradients of ranks' own, are added behind those of the step
     framework = script.framework if optimizer != "lbfgs" else ""
+    weights, actions = _weights(replace(script, framework=framework, optimizer=optimizer), actions)
+    features = [one for one in features if weights != "unequal" or one not in ("unused", "apart", "expert")]
     if framework:
         actions = [a for a in actions if a.name not in NOT_WITH_ACCELERATE]
         actions = [
@@ -335,6 +330,18 @@ def normal(script: Script) -> Script:
         model=tuple(features),
         actions=tuple(actions),
     )  # fmt: skip
+
+
+def _weights(script: Script, actions: list[Action]) -> tuple[str, list[Action]]:
+    """The weights that it may have, and the actions that it may have with them."""
+    added = {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3"), ("own", "each")}
+    if script.kind == "delayed" or added & {action.arguments for action in actions}:
+        return "", actions  # averages that are not zeroed, and gradients of ranks' own, come behind those of the step
+    if script.weights != "unequal" or script.kind == "sparse" or script.framework or script.optimizer == "muon":
+        return script.weights and "equal", actions
+    # DDP's hooks see gradients of a weighed loss; what a rank of weight 0 has may not be infinite.
+    hard = (("micro", "uneven"), ("scaler", "overflow"))
+    return "unequal", [a for a in actions if a.name not in ("hook", "resize") and a.arguments not in hard]
 
 
 # Making a failing script smaller.

@@ -203,8 +203,12 @@ def following() -> dict[str, Any]:
     ]
     continued = other.sampler(range(len(data)), PASS_BATCH)
     continued.load_state_dict(state)
+    continued.set_epoch(PASSES - 1)
     found["continued"] = [index for indices in continued for index in indices]
     found["continued shares"] = continued.shares
+    continued.load_state_dict({**state, "consumed": len(data) - 1})
+    last = other.batches(DataLoader(range(len(data)), batch_sampler=continued))  # type: ignore[arg-type]
+    found["last"] = [(len(batch), other.weight(len(batch))) for batch in last]
     other.detach()
     session.detach()
     return found

@@ -62,9 +62,11 @@ def test_a_run_continues_from_its_state_bit_for_bit(several: list[dict[str, Any]
         ("weight of many", "session.weight: found 'many', expected the number of samples or tokens"),
         ("zero everywhere", "found weights of 0 on all"),
         ("on one rank", "found weights on some ranks alone: none on rank 1"),
+        ("asked for nan", "found nan, expected the number of samples or tokens"),
         ("begun later", "found a first step without weights before it"),
         ("delay", "session.weight: the plan has a delay"),
         ("asked with delay", "the plan has a delay"),
+        ("asked with outer steps", "the plan has outer steps"),
     ],
 )
 def test_what_no_weights_can_be_is_refused_on_all_ranks_alike(
@@ -99,15 +101,21 @@ def test_uneven_batches_end_alike_and_lose_no_sample(several: list[dict[str, Any
 
 
 @pytest.mark.parametrize("several", [2], indirect=True)
-@pytest.mark.parametrize("cause", ["compute", "input"])
+@pytest.mark.parametrize("cause", ["compute", "input", "batches"])
 def test_the_late_rank_is_named_with_what_makes_it_late(several: list[dict[str, Any]], cause: str) -> None:
+    why = "input" if cause == "batches" else cause
     for number, rank in enumerate(several):
-        causes, said, last, shown = rank["late_rank"][cause]
-        assert (causes[1], last[0], shown) == (cause, 1, True)
+        causes, said, last, shown, _ = rank["late_rank"][cause]
+        assert (causes[1], last, shown) == (why, 1, True)
         assert [one.startswith("rank 1 arrived last in at least nine of the last 10 steps") for one in said] == [
             True
         ] * (number == 0)
-        assert all(f"what is longer there is {cause}" in one for one in said)
+        assert all(f"what is longer there is {why}" in one for one in said)
+
+
+@pytest.mark.parametrize("several", [2], indirect=True)
+def test_waiting_for_buffers_is_no_compute(several: list[dict[str, Any]]) -> None:
+    assert several[0]["late_rank"]["buffers"][-1][1] < 8e3
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from planner.report.page import page_text
 from runtime.checks.plan import check_plan
 from runtime.errors import PlannerError, StragglerWarning
 from runtime.plan import CompressorSpec, Plan, PlanBucket, StepPlan, UpdatePlan
-from runtime.plan.document import DelaySpec
+from runtime.plan.document import DelaySpec, OuterSpec
 from runtime.plan.transports import FLAT, TRANSPORTS, TWO_SHOT, Transport
 from runtime.session.session import Session
 
@@ -237,6 +237,8 @@ def refusals() -> dict[str, str]:
         found["on one rank"] = raised(step(session, 2 if rank == 0 else None))
         model.zero_grad()
         found["then on all"] = raised(step(session, 2))
+    with attached(model, weight=lambda: 2.0 if rank == 0 else float("nan")) as session:
+        found["asked for nan"] = raised(step(session, None))
     with attached(model) as session:
         found["none"] = raised(step(session, None))
         found["begun later"] = raised(step(session, 2))
@@ -247,6 +249,8 @@ def refusals() -> dict[str, str]:
     found["delay"] = raised(lambda: delayed.weight(1))
     delayed.detach()
     found["asked with delay"] = raised(lambda: runtime.attach(model, optimizer, plan, weight=lambda: 1.0))
+    outer = plan_of(model, 2, accuracy="relaxed", outer=OuterSpec(every=2))
+    found["asked with outer steps"] = raised(lambda: runtime.attach(model, optimizer, outer, weight=lambda: 1.0))
     return found
 
 
@@ -310,16 +314,19 @@ def kept_average() -> float:
 
 
 def uneven_batches(with_weights: bool) -> tuple[float, int, list[int], str]:
-    """Training over unlike numbers of batches: difference from one process, samples that counted, batches of this
-    rank's loop, and what is said where a rank has none.
+    """Training over unlike numbers of batches, with others in between: difference from one process, samples that
+    counted, batches of this rank's loop, and what is said where a rank has none.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = [samples(rank, step) for step in range(1 + 2 * rank)]
+    mine = [dict(zip("xy", samples(rank, step), strict=True)) for step in range(1 + 2 * rank)]
     model, reference = Net(), Net()
     optimizer, alike = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, reference))
     session = runtime.attach(model, optimizer, plan_of(model, 2))
     counted, seen = 0, []
-    for x, y in session.batches(mine):
+    for batch in session.batches(mine):
+        x, y = batch.pop("x"), batch.pop("y")
+        for _ in session.batches([x] * (1 + rank)):
+            pass
         seen.append(len(x))
         if with_weights:
             counted += int(session.weight(len(x)))
@@ -369,34 +376,45 @@ def continued() -> bool:
 class Slow(nn.Module):
     """Rank 1 computes for longer."""
 
-    def __init__(self, compute_s: float) -> None:
+    def __init__(self, compute_s: float, norm: bool) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(7, dtype=torch.float64) if norm else nn.Identity()
         self.net, self.compute_s = Net(), compute_s
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs, late."""
         time.sleep(self.compute_s)
-        return self.net(x)
+        return self.net(self.norm(x))
 
 
-def late_rank() -> dict[str, tuple[list[str | None], list[str], list[int], bool]]:
-    """Of a rank that computes or loads for longer: causes by rank, what was said, last ranks, whether pages show it."""
+def loaded(late_s: float) -> Iterator[Tensor]:
+    """Inputs of some steps, late."""
+    for _ in range(21):
+        time.sleep(late_s)
+        yield samples(0, 1)[0]
+
+
+def late_rank() -> dict[str, tuple[list[str | None], list[str], int, bool, list[float]]]:
+    """Of a rank that computes or loads for longer: causes by rank, what was said, the last rank, whether pages show it,
+    times of compute. `batches`: in their loop; `buffers`: the last rank is the first, whose buffers are waited for.
+    """
     found = {}
-    for cause in ("compute", "input"):
-        late_s = 0.01 * dist.get_rank()
-        model = Slow(late_s if cause == "compute" else 0.0)
+    for cause in ("compute", "input", "batches", "buffers"):
+        late_s = 0.01 if dist.get_rank() == (0 if cause == "buffers" else 1) else 0.0
+        model = Slow(late_s if cause == "compute" else 0.0, cause == "buffers")
         with warnings.catch_warnings(record=True) as said, attached(model) as session:
             warnings.simplefilter("always")
-            for step in range(21):
-                time.sleep(late_s if cause == "input" else 0.0)
+            inputs = loaded(0.0 if cause == "compute" else late_s)
+            for x in session.batches(inputs) if cause == "batches" else inputs:
                 model.zero_grad()
-                model(samples(0, step)[0]).sum().backward()
+                model(x).sum().backward()
             report = session.report()
             page = page_text(session.plan, report.measured)
+            compute_us = list(session._monitor.arrivals.compute_us)
         texts = [str(one.message) for one in said if one.category is StragglerWarning]
-        last = [one.last_rank for one in report.messages]
+        last = max(report.arrivals, key=lambda row: row.others_waited_us).rank
         shown = "Who waits for whom" in page and "rank 1 arrives last at" in str(report)
-        found[cause] = [row.cause for row in report.arrivals], texts, last, shown
+        found[cause] = [row.cause for row in report.arrivals], texts, last, shown, compute_us
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from weight_checks import EQUAL, Net, difference, loss_of, samples, sent_by
 
 import runtime
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, InputError
 from runtime.plan import CompressorSpec, Plan
 from runtime.plan.transports import FLAT
 
@@ -30,11 +30,14 @@ def joined(parts: Sequence[Samples]) -> Samples:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def pair(plan: Callable[[nn.Module], Plan], net: Callable[[], nn.Module] = Net, **options: Any) -> tuple[Any, ...]:
-    """A model with its optimizer and session, and the same alone."""
+def pair(
+    plan: Callable[[nn.Module], Plan], net: Callable[[], nn.Module] = Net, fixed: int = 0, **options: Any
+) -> tuple[Any, ...]:
+    """A model, its optimizer, of all but the last `fixed` parameters, and its session; and the same alone."""
     model = net()
     reference = copy.deepcopy(model)
-    optimizer, alone = (torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (model, reference))
+    given = ([*one.parameters()] for one in (model, reference))
+    optimizer, alone = (torch.optim.SGD(one[: len(one) - fixed], lr=LR, momentum=0.9) for one in given)
     return model, optimizer, runtime.attach(model, optimizer, plan(model), guard=False, **options), reference, alone
 
 
@@ -207,6 +210,10 @@ def residuals_keep_what_is_not_sent() -> float:
         return torch.cat([(torch.zeros_like(p) if one is None else one).flatten() for one, p in pairs])
 
     for step in range(5):
+        if step == 2:  # one that counts nothing on any rank is refused, and loses nothing
+            session.weight(0)
+            with suppress(InputError):
+                loss_of(model, *samples(rank, step)).backward()
         counts = [len(samples(one, step)[0]) for one in range(ranks)]
         unit = unit or sum(counts) / ranks
         for one in range(ranks):
@@ -301,15 +308,15 @@ def buffers(plan: Callable[[nn.Module], Plan]) -> float:
 
 
 def begun_again() -> float:
-    """A script that zeroes what it has accumulated, and begins the step again."""
-    model, optimizer, session, reference, alone = pair(PLANS["plain"])
+    """A script that zeroes what it has accumulated, in place or not, and begins the step again."""
+    model, optimizer, session, reference, alone = pair(PLANS["plain"], fixed=1)
     ranks = range(dist.get_world_size())
     for step in range(STEPS):
         with session.no_sync():
             x, y = samples(dist.get_rank(), 50 + step)
             session.weight(len(x))
             loss_of(model, x, y).backward()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
         x, y = samples(dist.get_rank(), step)
         session.weight(len(x))
         loss_of(model, x, y).backward()

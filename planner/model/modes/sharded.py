@@ -273,7 +273,7 @@ def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
 def _activation_bytes(problem: Problem) -> int:
     estimate = problem.profile.compute.estimate
     if estimate is not None:
-        return estimate.checkpoint_bytes if estimate.recomputed else estimate.activation_bytes
+        return int(estimate.checkpoint_bytes if estimate.recomputed else estimate.activation_bytes)
     return int(sum(layer.activation_bytes for layer in problem.profile.layers or ()))
 
 

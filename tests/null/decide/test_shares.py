@@ -13,9 +13,10 @@ from planner.comparison.variants import make_lineup
 from planner.decide.batch_shares import choose_shares
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Layer, Link, OptimizerProfile, Profile, RankCompute
+from planner.model.modes.sharded import replicated_bytes
 from planner.model.problem import make_problem
 from runtime.errors import InputError
-from runtime.plan import parse_plan
+from runtime.plan import Plan, parse_plan
 
 
 def cluster(*speed: float, ranks: int = 4) -> Cluster:
@@ -95,13 +96,22 @@ def test_memory_limits_shares() -> None:
     known = replace(known, compute=replace(known.compute, optimizer=optimizer), layers=(layer,))
     fast = cluster(4.0, 1.0, 1.0, 1.0)
 
-    def shares(room_mib: float, global_batch: int = 64) -> list[int]:
+    def planned(room_mib: float, global_batch: int = 64, profiled: bool = False) -> Plan:
         limit = 2.0 * gradient_mib + room_mib
-        plan = planner.optimize(known, fast, global_batch=global_batch, max_memory_mib=limit)
-        return list((plan.shares or {}).values())
+        has = replace(known, world=replace(known.world, memory_bytes=int(limit * mib))) if profiled else known
+        given = None if profiled else limit
+        return planner.optimize(has, fast, global_batch=global_batch, max_memory_mib=given, passes="merge")
+
+    def shares(*asked: Any) -> list[int]:
+        return list((planned(*asked).shares or {}).values())
 
     assert shares(1000.0)[0] > 30
-    assert shares(25.5) == [25, 13, 13, 13]
+    assert shares(25.5) == shares(25.5, 64, True) == [25, 13, 13, 13]
+    assert planned(25.5).largest_share == planned(25.5, 64, True).largest_share == 25
+    assert not any("changes nothing" in note for note in planned(25.5).notes)
+    choice = choose_shares(known, fast, 64)
+    needed = replicated_bytes(make_problem(choice.profile, choice.cluster))
+    assert needed == pytest.approx((2.0 * gradient_mib + choice.batch.shares[0]) * mib)
     with pytest.raises(InputError, match="found 64 samples, of which a rank has memory for 15, expected at most 60"):
         shares(15.5)
     with pytest.raises(InputError, match=r"--max-memory-mib: found .*, in which no sample fits next to"):

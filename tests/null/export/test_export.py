@@ -66,7 +66,7 @@ def test_dtypes_that_ddp_keeps_apart_are_said_with_their_price() -> None:
     assert "ms longer" in notes
 
 
-def test_what_is_lossy_or_sharded_is_replaced_and_priced() -> None:
+def test_what_is_lossy_or_sharded_or_has_shares_is_replaced_and_priced() -> None:
     plan = optimize(parse_profile(usual_document()))
     assert plan.predicted is not None
     topk = CompressorSpec(name="topk", density=0.01)
@@ -81,6 +81,11 @@ def test_what_is_lossy_or_sharded_is_replaced_and_priced() -> None:
     )
     alone = export(replace(lossy, fallback=None), "ddp").notes
     assert any("its buckets, sent whole, stands in; what that costs is known with --profile" in note for note in alone)
+    shared = replace(plan, shares={str(rank): 8 * (rank + 1) for rank in range(plan.world.ranks)})
+    for to in ("ddp", "ddp-hook"):
+        assert "multiply each rank's loss by its samples in the step x 4 / those of all ranks (80)" in " ".join(
+            export(shared, to).notes
+        )
 
 
 def test_compressed_buckets_go_through_torchs_hook() -> None:

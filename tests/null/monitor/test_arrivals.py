@@ -52,7 +52,7 @@ def test_ranks_compare_seldom(monkeypatch: pytest.MonkeyPatch, other_us: float, 
 
     def gather_parts(part: torch.Tensor, what: str) -> torch.Tensor:
         sent.append(what)
-        other = torch.tensor([1000.0, 5000.0, 0.0] * (len(part) // 3) + [other_us, 1e4], dtype=torch.float64)
+        other = torch.tensor([1000.0, math.nan, 5000.0, 0.0] * (len(part) // 4) + [other_us, 1e4], dtype=torch.float64)
         return torch.cat([part, other])
 
     monkeypatch.setattr(world, "gather_parts", gather_parts)
@@ -75,6 +75,16 @@ def test_ranks_compare_seldom(monkeypatch: pytest.MonkeyPatch, other_us: float, 
     )
     found.restart()
     assert found.rows == ()
+
+
+def test_compute_is_that_of_all_micro_batches_and_what_ranks_wait_before_is_none_of_it() -> None:
+    before, marks = StepMarks(1, 1), StepMarks(1, 1)
+    before.update, before.update_end = -0.001, 0.0
+    marks.micro_batches, marks.followed = [(0.010, 0.013, 0.020)], 0.012  # 2 ms for buffers
+    marks.forward, marks.backward_end, marks.gathered_us = 0.025, 0.035, 3000.0
+    marks.sent[0].start, marks.sent[0].end = 0.030, 0.034
+    found = Arrivals(World(rank=0, ranks=2, group=None), WallClock())._figures(before, marks)
+    assert list(found) == pytest.approx([4000.0, 3000.0, 1000.0 + 8000.0 + 10_000.0, 10_000.0 + 5000.0 - 3000.0])
 
 
 @pytest.mark.parametrize(

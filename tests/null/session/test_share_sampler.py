@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from torch.utils.data import DataLoader
 
+from runtime.comm.world import World
 from runtime.errors import InputError
+from runtime.monitor.arrivals import Arrivals
+from runtime.monitor.clock import WallClock
+from runtime.plan.last_ranks import STRAGGLER_STEPS
+from runtime.session.followed_shares import Shares
 from runtime.session.share_sampler import ShareSampler
 
 SHARES = [5, 2, 3]
@@ -20,6 +28,7 @@ def drawn(samples: int, **options: object) -> list[list[int]]:
 def test_all_samples_are_drawn_once(samples: int) -> None:
     found = drawn(samples)
     assert sorted(index for one in found for index in one) == list(range(samples))
+    assert all(found)  # each rank has one
     assert [len(ShareSampler(range(samples), SHARES, rank)) for rank in range(3)] == [len(one) for one in found]
 
 
@@ -51,7 +60,10 @@ def test_a_pass_continues_with_other_shares() -> None:
     after = [ShareSampler(range(40), [1, 9], rank) for rank in range(2)]
     for sampler in after:
         sampler.load_state_dict(states[0])
+        sampler.set_epoch(0)
     assert sorted([*had, *(index for sampler in after for index in sampler)]) == list(range(40))
+    assert sorted(index for sampler in after for index in sampler) == list(range(40))  # once more: all of the pass
+    after[0].load_state_dict(states[0])
     assert after[0].state_dict(batches=1) == {"epoch": 0, "consumed": 30}
 
 
@@ -59,3 +71,20 @@ def test_a_pass_continues_with_other_shares() -> None:
 def test_what_cannot_be_shared_is_refused(samples: int, shares: list[int], rank: int) -> None:
     with pytest.raises(InputError, match=r"^ShareSampler: found .*expected"):
         ShareSampler(range(samples), shares, rank)
+
+
+def test_shares_change_by_times_of_steps_with_them_alone() -> None:
+    plan = cast(Any, SimpleNamespace(shares={"0": 6, "1": 6}, largest_share=8))
+    weights = cast(Any, SimpleNamespace(gather=lambda mine: [mine]))
+    found, asked = Shares(plan, weights, 0), Arrivals(World(rank=0, ranks=2, group=None), WallClock())
+    found.begin(12, 2)
+    asked._left, asked.compute_us = 1, (1.0, 2.0)
+    assert found.next_pass(asked, lambda shares, times_us, most: [most, 12 - most]) == (8, 4)
+    assert asked._left > STRAGGLER_STEPS  # until as many steps as are looked at have had these shares
+    for refused in ((6, 7), (9, 3)):
+        with pytest.raises(InputError, match=r"^state of the sampler: found"):
+            found.load(refused)
+    found.load((5, 7))
+    assert found.mine == 5
+    with pytest.raises(InputError, match=r"^session.sampler: found a share of 7 samples, expected at most 6"):
+        found.begin(12, 2, most=6)
