@@ -68,7 +68,7 @@ def profile_step(
         accuracy: the riskiest class of plans that are to be decided from it: `bounded` also measures gathers and the
             costs of selecting elements, `relaxed` also those of delayed updates.
         add_to: a profile of this model on these ranks, or its path, to which only what it lacks is added.
-        budget_s: seconds that it may take beyond its first steps, which are at most ten if steps are long.
+        budget_s: seconds that it may take beyond compiling and its first steps, at most ten if steps are long.
         timeout_s: deadline of every wait for other ranks. Default: 300 s until the step has been measured and while it
             is traced; 20 steps, at least 30 s, while collectives are timed (see `deadline_s`).
         compile: as for `planner.attach`: the model is compiled, and what cuts of its graph cost is measured.

@@ -1,15 +1,27 @@
-"""Blocks, default cuts and places of cuts, without ranks."""
+"""Blocks, default cuts, places of cuts, and what is compiled, without ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from planner.documents.profile import Gradient
 from planner.model.regions import find_cuts
-from planner.profile.measured_cuts import cut_costs
+from planner.profile.bench import Bench
+from planner.profile.compute import Training, combine, measure_again
+from planner.profile.measured_cuts import FEWEST_STEPS, cut_costs, regions_of, with_costs
+from planner.profile.request import CUTS, Phase, Phases
+from runtime.comm.world import World
 from runtime.core.compiled import blocks_of, default_cuts
+
+
+def stack(layers: int) -> nn.Sequential:
+    """Equal linear layers."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
 def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() -> None:
@@ -47,3 +59,23 @@ def test_groups_of_cuts_cost_what_fits_best() -> None:
     assert cut_costs([whole_us, 1400.0], [4]) == [100.0]
     assert cut_costs([whole_us, 900.0], [4]) == [0.0]
     assert cut_costs([whole_us, whole_us], [0]) == [0.0]
+
+
+@pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 2 + 2 * 2 * FEWEST_STEPS, 99), (5e6, 1, 2 + FEWEST_STEPS)])
+def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int, most: int) -> None:
+    model, steps, bench = stack(4), list[None](), Bench(World(), torch.device("cpu"))
+
+    def step(_: object) -> None:
+        steps.append(None)
+        model(torch.ones(2, 4)).sum().backward()
+
+    training = Training(model, step, None, "eager")
+    with regions_of(training) as regions:
+        assert regions is not None
+        found = combine(measure_again(training, bench, 3), training.parameters)
+        found = found if step_us is None else replace(found, forward_us=step_us)
+        steps.clear()
+        costs = with_costs(found, training, bench, Phases([Phase(CUTS, 25.0)], 60.0, first=False), regions).compiled
+    assert costs is not None
+    assert len(costs.cuts) == 3
+    assert fewest <= len(steps) <= most
