@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -134,10 +133,10 @@ class Pilot:
         run = self._run
         reference_us = None
         if run.opening.remembered is None:
+            first_us = self._took_us() if self._trials.tries_cuts else 0.0
             run.switch(self._ddp_in_order())
-            begun_s = time.perf_counter()
             yield from run.wait(1)
-            run.compile_us = (time.perf_counter() - begun_s) * 1e6 if self._trials.tries_cuts else 0.0
+            run.compile_us = max(0.0, first_us - self._took_us()) if self._trials.tries_cuts else 0.0
             if run.opening.way == "off":
                 return
             if run.opening.way == "auto" and run.opening.measured_on is not None:
@@ -152,6 +151,12 @@ class Pilot:
                 yield from self._plan()
             reference_us = None
         yield from run.wait(1)  # back to the present plan, where a trial was the last thing that happened
+
+    def _took_us(self) -> float:
+        """Time of the last step on this rank, from its first forward to the last averaged gradient; 0: not known."""
+        step, clock = self._run.session._recorder.steps[-1], self._run.session._recorder.clock
+        begun = step.micro_batches[0][0] if step.micro_batches else step.forward
+        return 0.0 if begun is None else clock.between_us(begun, step.end)
 
     def _ddp_in_order(self) -> Plan:
         """Return DDP's buckets in the order in which gradients became ready on rank 0, as DDP does after a step."""

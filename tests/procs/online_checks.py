@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -148,6 +149,12 @@ def switch_inside() -> dict[str, bool]:
     return results
 
 
+def _slowly(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+    """Compile nothing."""
+    time.sleep(0.4)
+    return graph.forward
+
+
 def cuts_of_a_compiled_model() -> dict[str, bool]:
     """Other cuts are tried after bucket sizes; the buckets that follow keep the cuts, and so does the cache."""
     reference = with_ddp(mlp())
@@ -175,6 +182,12 @@ def cuts_of_a_compiled_model() -> dict[str, bool]:
             plain = online(drift=False)
             results[f"{good}: not where nothing is compiled"] = session_of(plain).plan.cuts is None
             plain.close()
+    with hurried():
+        side = online(drift=False, compile={"backend": _slowly})
+        steps(side, range(3))
+        planning = session_of(side)._pilot
+        results["compiling was in the first step"] = planning is not None and planning._run.compile_us > 2e5
+        side.close()
     return results
 
 
