@@ -192,7 +192,7 @@ class CompiledModel:
 
     def around(self, wrapped: nn.Module) -> nn.Module:
         """Return what `torch.compile` makes of DDP around the model, whose graph torch cuts at DDP's buckets."""
-        backend = self._backend(None)
+        backend = self._backend((), getattr(wrapped, "bucket_bytes_cap", None))
         return cast(nn.Module, torch.compile(wrapped, backend=backend, dynamic=self._options.dynamic))
 
     def cut(self, cuts: Sequence[str] | None) -> None:
@@ -207,13 +207,14 @@ class CompiledModel:
         self._cuts = names
         self._restore = recompile(self._model, backend=self._backend(names), dynamic=self._options.dynamic)
 
-    def _backend(self, cuts: tuple[str, ...] | None) -> Callable[..., Any]:
-        """Return the backend of these cuts; None: that of DDP's own."""
+    def _backend(self, cuts: tuple[str, ...], ddp_bytes: int | None = None) -> Callable[..., Any]:
+        """Return the backend of these cuts; `ddp_bytes`: of DDP's own, at buckets of this size."""
         # By these torch looks compiled graphs up: one for each form of a model, in all sessions that it has.
+        # DDP's bucket size is no guard of its own.
         known = _backends.setdefault(self._model, {})
-        if (form := (repr(self._options), cuts)) not in known:
+        if (form := (repr(self._options), cuts, ddp_bytes)) not in known:
             modules = modules_by_name(self._model)
-            known[form] = CutBackend([modules[name] for name in cuts or ()], self._options.compiler())
+            known[form] = CutBackend([modules[name] for name in cuts], self._options.compiler())
         return known[form]
 
     def remove(self) -> None:

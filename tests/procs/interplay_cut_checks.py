@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import runtime
-from runtime.core.compiled import CutBackend
+from runtime.core.compiled import CompiledModel, CutBackend
 from runtime.errors import PlanMismatch
 from runtime.torch_compat import find_backend
 
@@ -135,7 +135,22 @@ def switched() -> dict[str, bool]:
     _train(side, lambda _: 5)
     results["says what cuts would win"] = "cuts could hide up to" in str(side.session.report())
     side.close()
-    return results
+    return results | _ddp_sizes()
+
+
+def _ddp_sizes() -> dict[str, bool]:
+    """Whether graphs of DDP around one model are cut anew where its buckets have another size."""
+    made, compiled = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), list[int]()
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled[-1] += 1
+        return graph.forward
+
+    for cap_mib in (1, 50):
+        compiled.append(0)
+        ddp = DistributedDataParallel(made, bucket_cap_mb=cap_mib)
+        CompiledModel(made, {"backend": count}).around(ddp)(torch.ones(2, 512))
+    return {f"regions of DDP: {compiled}": compiled[0] > compiled[1] > 0}
 
 
 def refused() -> dict[str, bool]:
