@@ -21,7 +21,9 @@ from runtime.plan.names import canonical_name
 from runtime.torch_compat import (
     compile_split,
     compiled_parts,
+    compiling,
     find_backend,
+    functions_given_up,
     inductor_settings,
     is_autograd_compiled,
     is_compiled,
@@ -159,19 +161,18 @@ def starts_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
 
 
 def report_regions(
-    model: nn.Module, argument: CompileArgument | None, cuts: Sequence[str] | None, wait_us: float
+    model: nn.Module, compiled: CompiledModel | None, cuts: Sequence[str] | None, wait_us: float
 ) -> str | None:
     """Return in how many regions a model is compiled, or what cuts would win; None where it is not compiled.
 
     Args:
         model: as attached.
-        argument: `compile` of `attach`.
+        compiled: its regions, where `attach` has compiled it.
         cuts: the plan's.
         wait_us: time of a step in which it waits for messages.
     """
-    if argument is not None:
-        regions = 1 + len(default_cuts(model) if cuts is None else cuts)
-        return f"compiled by {CompileOptions.of(argument).name} in {regions} region{'s' * (regions > 1)}"
+    if compiled is not None:
+        return compiled.report()
     if cuts:
         return f"the plan has {len(cuts)} cuts of the compiled graph, which are not executed: attach with compile="
     if not is_compiled(model) or compiled_parts(model):
@@ -182,49 +183,68 @@ def report_regions(
     )
 
 
+@dataclass(frozen=True)
+class _Form:
+    """A model in the regions that begin at some modules; holds nothing of the model."""
+
+    cuts: tuple[str, ...]
+    backend: CutBackend
+    compile: Callable[[Any], Any]
+
+
 class CompiledModel:
     """Compiles a model, or what `torch.compile` has made of one, in regions, until `remove`."""
 
     def __init__(self, model: nn.Module, argument: CompileArgument) -> None:
         self._model, self._options = model, CompileOptions.of(argument)
         self._restore: Callable[[], None] | None = None
-        self._cuts: tuple[str, ...] | None = None
+        self._form: _Form | None = None
+        self._given_up = functions_given_up()
 
     def around(self, wrapped: nn.Module) -> nn.Module:
         """Return what `torch.compile` makes of DDP around the model, whose graph torch cuts at DDP's buckets."""
-        backend = self._backend((), getattr(wrapped, "bucket_bytes_cap", None))
-        return cast(nn.Module, torch.compile(wrapped, backend=backend, dynamic=self._options.dynamic))
+        return cast(nn.Module, self._form_of((), getattr(wrapped, "bucket_bytes_cap", None)).compile(wrapped))
 
     def cut(self, cuts: Sequence[str] | None) -> None:
         """Compile the model anew, from its next forward on, with a region that begins at each of these modules.
 
         Where graphs were compiled for these cuts before, they are used again.
         """
-        names = tuple(default_cuts(self._model) if cuts is None else cuts)
-        if names == self._cuts:
+        form = self._form_of(tuple(default_cuts(self._model) if cuts is None else cuts))
+        if self._restore is not None and form is self._form:
             return
         self.remove()
-        self._cuts = names
-        self._restore = recompile(self._model, backend=self._backend(names), dynamic=self._options.dynamic)
+        self._form, self._restore = form, recompile(self._model, form.compile)
 
-    def _backend(self, cuts: tuple[str, ...], ddp_bytes: int | None = None) -> Callable[..., Any]:
-        """Return the backend of these cuts; `ddp_bytes`: of DDP's own, at buckets of this size."""
-        # By these torch looks compiled graphs up: one for each form of a model, in all sessions that it has.
-        # DDP's bucket size is no guard of its own.
-        known = _backends.setdefault(self._model, {})
-        if (form := (repr(self._options), cuts, ddp_bytes)) not in known:
+    def _form_of(self, cuts: tuple[str, ...], ddp_bytes: int | None = None) -> _Form:
+        """Return the model's form with these cuts; `ddp_bytes`: with DDP's own, at buckets of this size."""
+        # One in all sessions that the model has: torch looks compiled graphs up by it. DDP's bucket size is no guard.
+        known = _forms.setdefault(self._model, {})
+        if (key := (repr(self._options), cuts, ddp_bytes)) not in known:
             modules = modules_by_name(self._model)
-            known[form] = CutBackend([modules[name] for name in cuts], self._options.compiler())
-        return known[form]
+            backend = CutBackend([modules[name] for name in cuts], self._options.compiler())
+            known[key] = _Form(cuts, backend, compiling(backend, self._options.dynamic))
+        return known[key]
+
+    def report(self) -> str:
+        """Return in how many regions the model is compiled, and what torch has given up to compile since."""
+        regions = 1 + len(self._form.cuts if self._form is not None else ())
+        text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
+        if (given_up := functions_given_up() - self._given_up) > 0:
+            text += (
+                f"; {given_up} function{'s' * (given_up > 1)} ran into torch._dynamo.config.recompile_limit, and what "
+                f"was not compiled by then runs eagerly: raise it, or give batches fewer shapes"
+            )
+        return text
 
     def remove(self) -> None:
         """Compile the model no more; a model that was compiled is as before."""
-        restore, self._restore, self._cuts = self._restore, None, None
+        restore, self._restore = self._restore, None
         if restore is not None:
             restore()
 
 
-_backends: weakref.WeakKeyDictionary[nn.Module, dict[Any, CutBackend]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Form]] = weakref.WeakKeyDictionary()
 
 
 class CutBackend:

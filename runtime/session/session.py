@@ -601,7 +601,7 @@ class Session:
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         found = self._monitor.arrivals
-        compiled = report_regions(self.model, self._options.compile, plan.cuts, report.wait_us)
+        compiled = report_regions(self.model, self._compiled, plan.cuts, report.wait_us)
         shared: dict[str, Any] = {
             "compiled": compiled,
             "norms": self._norms.report(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from planner.profile.compute import Training, combine, measure_again
 from planner.profile.measured_cuts import FEWEST_STEPS, cut_costs, regions_of, with_costs
 from planner.profile.request import CUTS, Phase, Phases
 from runtime.comm.world import World
-from runtime.core.compiled import blocks_of, default_cuts
+from runtime.core.compiled import CompiledModel, blocks_of, default_cuts
 
 
 def stack(layers: int) -> nn.Sequential:
@@ -79,3 +81,25 @@ def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int
     assert costs is not None
     assert len(costs.cuts) == 3
     assert fewest <= len(steps) <= most
+
+
+def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() -> None:
+    model, graphs = stack(4), list[int]()
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs[-1] += 1
+        return graph.forward
+
+    compiled = CompiledModel(model, {"backend": count})
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for cuts in ((), ("1",), ("2",), ("1", "2")):
+            compiled.cut(cuts)
+            graphs.append(0)
+            for training in (True, False):
+                model.train(training)(torch.ones(2, 4))
+        assert graphs == [2, 4, 4, 6]
+        assert "ran into" not in compiled.report()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        assert "1 function ran into torch._dynamo.config.recompile_limit" in compiled.report()
+    compiled.remove()
