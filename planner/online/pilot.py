@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.model import scale
+from planner.decide.cut_choice import possible_cuts
 from planner.documents.profile import Contention, Profile
 from planner.documents.text import pluralize
 from planner.ir import GAIN
+from planner.model.problem import make_problem
 from planner.online.candidates import Candidates, digest_of
 from planner.online.ddp import ddp_plan, in_dtype
 from planner.online.measuring import (
@@ -42,6 +44,7 @@ from planner.online.planned_run import (
 from planner.online.trials import Trials
 from runtime.plan import Plan
 from runtime.session.session import Session
+from runtime.torch_compat import is_compiled
 
 FAR_OFF = 0.015
 """Error of a predicted step from which other numbers of buckets are tried, too: they seldom win more than 2 %."""
@@ -119,6 +122,14 @@ class Pilot:
     def decided(self) -> Plan | None:
         """Return the last plan that was decided on."""
         return self._candidates.decided
+
+    def possible_cuts(self) -> list[str]:
+        """Return what cuts of the graph would win where one was measured and is not to be cut; on rank 0."""
+        profile, asked = self._run.profile, self._run.opening.key.compile
+        if profile is None or profile.cluster is None or asked is not None or not is_compiled(self._run.session.model):
+            return []
+        choice = possible_cuts(make_problem(profile))
+        return [] if choice is None else [choice.note]
 
     def step_done(self) -> Plan | None:
         """Return the plan of the next step; see `runtime.session.session.Director`."""

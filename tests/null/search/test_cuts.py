@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from builders import profile_document
+from torch import nn
 
 from planner.comparison.variants import cut_as, make_lineup
 from planner.decide.advise import CUTS, advise
@@ -19,6 +21,7 @@ from planner.documents.profile import parse_profile
 from planner.emit.lower import predict
 from planner.model.problem import Problem, make_problem
 from planner.model.regions import cut_behind, is_whole, with_cuts
+from planner.online.pilot import Pilot
 from planner.passes.merge import merge_without_contention
 from planner.strategies.baselines import ddp_buckets
 from runtime.errors import InputError
@@ -143,6 +146,12 @@ def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
     assert set(choice.problem.cuts) <= {f"net.h.{block}" for block in range(6)}
     assert "if a cut costs 0.2 ms, which was not measured" in choice.note
     assert choice.step_us < choice.whole_us
+    compiled = nn.Linear(1, 1)
+    compiled.compile(backend="eager")
+    run = SimpleNamespace(profile=problem.profile, session=SimpleNamespace(model=compiled))
+    for asked, said in ((None, [choice.note]), ("inductor", [])):
+        run.opening = SimpleNamespace(key=SimpleNamespace(compile=asked))
+        assert Pilot.possible_cuts(SimpleNamespace(_run=run)) == said  # type: ignore[arg-type]
     option = next(one for one in advise(problem.profile).options if one.name == CUTS)
     assert option.iteration_us == pytest.approx(choice.step_us)
     assert possible_cuts(choice.problem) is None
