@@ -205,13 +205,31 @@ class Pilot:
             yield from self._trials.try_plan(plan)
 
     def _plan(self) -> Steps[None]:
-        """Improve the plan; where other cuts of a compiled graph are faster, once more with these."""
+        """Improve the plan; where other cuts of a compiled graph are faster, once more with these.
+
+        Cuts are tried with exact plans, whose steps are whole: where the run keeps another kind, from the exact plan
+        behind it, or DDP's buckets.
+        """
         yield from self._improve()
         run = self._run
         if not self._trials.tries_cuts or run.opening.way != "auto":
             return
-        if run.present.accuracy == "exact" and not run.present.sharded and (yield from self._trials.try_cuts()):
+        run.take_guarded()
+        kept, ratios = run.present, (run.ratio, run.exact_ratio)
+        run.make_exact()
+        if (exact := run.present).sharded:
+            plain = ddp_plan(run.session._parameters, exact.gradients, exact.model, exact.world)
+            run.switch(replace(plain, cuts=exact.cuts))
+            run.ratio = run.exact_ratio = 1.0
+        begun = run.present
+        if (yield from self._trials.try_cuts()):
             yield from self._improve()
+            if kept is not begun:
+                yield from self._trials.try_plan(kept)
+        elif kept is not begun:
+            run.switch(kept)
+            run.ratio, run.exact_ratio = ratios
+            yield from run.wait(WARM_UP_STEPS)
         run.doing = None
         run.remember()
 

@@ -188,6 +188,14 @@ def cuts_of_a_compiled_model() -> dict[str, bool]:
         planning = session_of(side)._pilot
         results["compiling was in the first step"] = planning is not None and planning._run.compile_us > 2e5
         side.close()
+    with hurried(COMPILE_BUDGET=1e9, GAIN=-1e9):  # 8 bits are tried at once, and stay
+        side = online(drift=False, compile="aot_eager", accuracy="bounded")
+        steps(side, range(400))
+        planning = session_of(side)._pilot
+        results[f"bounded: {planning and planning.story}"] = planning is not None and (
+            any("other cuts" in line for line in planning.story) and ranks_agree(planning.story)
+        )
+        side.close()
     return results
 
 
