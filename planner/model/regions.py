@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from planner.documents.cut_costs import MAX_CUTS, CompiledProfile, Cut
@@ -56,10 +56,13 @@ def cut_behind(problem: Problem, buckets: Iterable[Sequence[int]]) -> Problem:
 def _in_regions(
     whole: Problem, cuts: Sequence[Cut], timed: Sequence[Gradient], modules: tuple[str, ...] | None
 ) -> Problem:
-    """Return the problem in the regions between cuts; `timed`: gradients with the times without cuts."""
+    """Return the problem in the regions between cuts and graph breaks of the model's own; `timed`: gradients with the
+    times without cuts.
+    """
     compute, gradients, start = whole.profile.compute, list(timed), 0
-    stops = {cut.after: cut.backward_us for cut in cuts} | {len(gradients): 0.0}
-    for stop, cut_us in stops.items():
+    breaks = () if compute.compiled is None else compute.compiled.breaks
+    stops = dict.fromkeys((*breaks, len(gradients)), 0.0) | {cut.after: cut.backward_us for cut in cuts}
+    for stop, cut_us in sorted(stops.items()):
         region_us = sum(gradient.backward_us for gradient in gradients[start:stop]) + cut_us
         gradients[start] = replace(gradients[start], backward_us=region_us)
         gradients[start + 1 : stop] = [replace(each, backward_us=0.0) for each in gradients[start + 1 : stop]]
@@ -127,6 +130,16 @@ def _from_the_back(gradients: Sequence[Gradient]) -> bool:
         if (block := _block_of(gradient.name)) is not None:
             numbers.setdefault(block[:-1], []).append(int(block[-1]))
     return all(first >= second for of in numbers.values() for first, second in pairwise(of))
+
+
+def find_breaks(gradients: Sequence[Gradient], whole: ComputeProfile) -> tuple[int, ...]:
+    """Return how many of the gradients are ready in the uncut form clearly before all others, by its graph breaks."""
+    names = [gradient.name for gradient in whole.gradients]
+    ready_us = dict(zip(names, accumulate(gradient.backward_us for gradient in whole.gradients), strict=True))
+    times_us = [ready_us.get(gradient.name, whole.backward_us) for gradient in gradients]
+    latest_us, first_us = list(accumulate(times_us, max)), list(accumulate(times_us[::-1], min))[::-1]
+    gap_us = (1.0 - AT_ONCE) * whole.backward_us
+    return tuple(at for at in range(1, len(times_us)) if latest_us[at - 1] + gap_us < first_us[at])
 
 
 def find_cuts(gradients: Sequence[Gradient], blocks: Mapping[str, Collection[str]]) -> tuple[Cut, ...]:

@@ -19,7 +19,7 @@ import torch
 from planner.documents.cut_costs import CompiledProfile, Cut
 from planner.documents.profile import ComputeProfile
 from planner.documents.text import ms, pluralize
-from planner.model.regions import find_cuts
+from planner.model.regions import find_breaks, find_cuts
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
 from planner.profile.request import CUTS, Phases
@@ -139,6 +139,7 @@ def with_costs(
         compiled=CompiledProfile(
             backend=regions.backend,
             cuts=cuts,
+            breaks=find_breaks(gradients, measured[0][-1]),
             whole_us=round(whole_us, 3),
             compile_s=round(sum(compile_s), 3),
         ),

@@ -36,6 +36,7 @@ def _problem(seed: int, blocks: int, cut_us: float, beta: float, contention: flo
     stops = list(itertools.accumulate(sizes))[:-1]
     document["compute"]["compiled"] = {
         "backend": "inductor",
+        "breaks": [sum(sizes) // 2] if seed == 2 else [],
         "cuts": [
             {"module": f"b{index}", "after": stop, "forward_us": draw.uniform(0.0, cut_us / 2),
              "backward_us": draw.uniform(0.0, cut_us / 2)}
@@ -68,6 +69,7 @@ def test_chosen_cuts_are_within_one_percent_of_the_best_of_all_subsets(
     best_us, fewest = min((_step_us(with_cuts(problem, chosen)), len(chosen)) for chosen in subsets)
     found = cut_problem(problem)
     assert _step_us(found) <= best_us * 1.01
+    assert (len(set(with_cuts(problem, ()).ready_list_us)) == 1) == (seed != 2)
     assert len(found.cuts or ()) <= fewest
 
 

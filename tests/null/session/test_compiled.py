@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.documents.profile import Gradient
-from planner.model.regions import find_cuts
+from planner.documents.profile import ComputeProfile, Gradient
+from planner.model.regions import find_breaks, find_cuts
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
 from planner.profile.measured_cuts import FEWEST_STEPS, cut_costs, regions_of, with_costs
@@ -50,6 +50,16 @@ def test_a_cut_is_where_the_region_before_it_in_forward_was_computed() -> None:
     found = find_cuts(gradients, {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})
     assert [(cut.module, cut.after) for cut in found] == [("b1", 3), ("b0", 6)]
     assert [cut.module for cut in find_cuts(gradients[:-1], {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})] == ["b1"]
+
+
+def test_graph_breaks_of_a_model_are_where_its_uncut_form_has_gradients_early() -> None:
+    def form(times: dict[str, float]) -> ComputeProfile:
+        gradients = [Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=us) for name, us in times.items()]
+        return ComputeProfile(forward_us=1.0, update_us=0.0, gradients=tuple(gradients), repeats=1)
+
+    cut = form({"d": 100.0, "c": 100.0, "b": 100.0, "a": 100.0}).gradients
+    assert find_breaks(cut, form({"c": 200.0, "d": 1.0, "a": 199.0, "b": 1.0})) == (2,)
+    assert find_breaks(cut, form({"c": 390.0, "d": 5.0, "a": 5.0, "b": 5.0})) == ()
 
 
 def test_groups_of_cuts_cost_what_fits_best() -> None:
