@@ -146,17 +146,20 @@ def compiled_parts(model: torch.nn.Module) -> list[str]:
 def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a backend of `torch.compile` by name, or the given one; None where there is none of that name."""
     try:
-        return torch._dynamo.lookup_backend(backend)
+        found = torch._dynamo.lookup_backend(backend)
     except Exception as error:  # of a class that differs between versions
         if type(error).__module__.startswith("torch._dynamo"):
             return None
         raise
+    return found if callable(found) else None
 
 
 def inductor_settings(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of inductor that a mode and options of `torch.compile` stand for."""
-    found = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    return {**found, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
+    """Return the settings of inductor that a mode and options of `torch.compile` stand for, and CUDA graphs where they
+    are its default. Raises what torch does where they are none.
+    """
+    found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, None).config
+    return {**({"triton.cudagraphs": True} if torch._inductor.config.triton.cudagraphs else {}), **found}
 
 
 def is_autograd_compiled() -> bool:

@@ -31,7 +31,7 @@ from runtime.torch_compat import (
     recompile,
 )
 
-INDUCTOR = "inductor"
+INDUCTOR, CUDA_GRAPHS = "inductor", "cudagraphs"
 FIRST_BYTES, LATER_BYTES = 1 << 20, 25 << 20
 """Limits of DistributedDataParallel's buckets, at which it cuts graphs: of the first one in backward, and of others."""
 HINT = 'pass compile="inductor", or keyword arguments of torch.compile'
@@ -58,14 +58,25 @@ class CompileOptions:
                 f"compile: found {unknown!r}, expected some of {', '.join(cls.__dataclass_fields__)}; leave it out"
             )
         made = cls(**given)
+        if made.dynamic not in (None, True, False):
+            raise InputError(f"compile: found dynamic={made.dynamic!r}, expected True, False or None; correct it")
         if made.backend != INDUCTOR and (made.mode is not None or made.options is not None):
             raise InputError(
-                f"compile: found mode or options with the backend {made.backend!r}, expected them with inductor alone"
+                f"compile: found mode or options with the backend {made.backend!r}, expected them with inductor alone; "
+                f"leave them out, or the backend"
             )
-        if made.settings.get("triton.cudagraphs"):
+        try:
+            settings = made.settings
+        except Exception as error:  # torch's, of a class for each mistake
             raise InputError(
-                f"compile: found CUDA graphs (mode {made.mode!r}), whose gradients lie in memory that the next replay "
-                f"overwrites; expected a mode without: leave it out, or take max-autotune-no-cudagraphs"
+                f"compile: found mode {made.mode!r} and options {made.options!r}, expected inductor's "
+                f"({str(error).partition(', known options')[0]}); correct them, or leave them out"
+            ) from None
+        if made.backend == CUDA_GRAPHS or settings.get("triton.cudagraphs"):
+            raise InputError(
+                f"compile: found CUDA graphs (backend {made.backend!r}, mode {made.mode!r}), whose gradients lie in "
+                f"memory that the next replay overwrites; expected none: take inductor, with max-autotune-no-cudagraphs "
+                f"or no mode, and torch._inductor.config.triton.cudagraphs = False"
             )
         made.compiler()
         return made
@@ -84,7 +95,10 @@ class CompileOptions:
         """Return the function that compiles a graph. Raises InputError where no backend has that name."""
         found = find_backend(self.backend)
         if found is None:
-            raise InputError(f"compile: found the backend {self.backend!r}, expected one that torch.compile knows")
+            raise InputError(
+                f"compile: found the backend {self.backend!r}, expected one that torch.compile knows; take a name of "
+                f"torch.compiler.list_backends(), or a function"
+            )
         settings = self.settings
         return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
 

@@ -18,7 +18,8 @@ from planner.profile.compute import Training, combine, measure_again
 from planner.profile.measured_cuts import FEWEST_STEPS, cut_costs, regions_of, with_costs
 from planner.profile.request import CUTS, Phase, Phases
 from runtime.comm.world import World
-from runtime.core.compiled import CompiledModel, blocks_of, default_cuts
+from runtime.core.compiled import CompiledModel, CompileOptions, blocks_of, default_cuts
+from runtime.errors import InputError
 
 
 def stack(layers: int) -> nn.Sequential:
@@ -113,3 +114,25 @@ def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() 
             model(torch.ones(2, 4))
         assert "1 function ran into torch._dynamo.config.recompile_limit" in compiled.report()
     compiled.remove()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mode": "fast"}, "mode 'fast' and options None, expected inductor's"),
+        ({"mode": ["default"]}, "correct them"),
+        ({"options": "x"}, "options 'x'"),
+        ({"options": {"bogus": 1}}, "option bogus"),
+        ({"options": {"max_autotune": "yes"}}, "attr max_autotune"),
+        ({"backend": 3}, "the backend 3, expected one that torch.compile knows"),
+        ({"backend": "eager", "mode": "default"}, "leave them out"),
+        ({"dynamic": "yes"}, "dynamic='yes'"),
+        ("cudagraphs", "CUDA graphs"),
+    ],
+)
+def test_wrong_arguments_of_compile_are_refused(given: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        CompileOptions.of(given)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(InputError, match="CUDA graphs"):
+        CompileOptions.of("inductor")
+    assert CompileOptions.of({"options": {"max-autotune": True}}).settings == {"max_autotune": True}
