@@ -242,8 +242,13 @@ class CompiledModel:
 
     def report(self) -> str:
         """Return in how many regions the model is compiled, and what torch has given up to compile since."""
-        regions = 1 + len(self._form.cuts if self._form is not None else ())
+        form = self._form
+        if form is None or form.backend.begun is None:
+            return f"compiled by {self._options.name} from the next forward on"
+        regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
+        if missing > 0:
+            text += f"; {missing} of {len(form.cuts)} cuts made none: no forward of those modules is in a graph"
         if (given_up := functions_given_up() - self._given_up) > 0:
             text += (
                 f"; {given_up} function{'s' * (given_up > 1)} ran into torch._dynamo.config.recompile_limit, and what "
@@ -271,6 +276,8 @@ class CutBackend:
     def __init__(self, cuts: Sequence[nn.Module], compiler: Callable[..., Any]) -> None:
         self._cuts = frozenset(map(id, cuts))
         self._compiler = compiler
+        self.begun: set[int] | None = None
+        """Modules that a region began with, in graphs of any shape, by id; None: nothing was compiled yet."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         regions = self.regions(graph)
@@ -281,13 +288,15 @@ class CutBackend:
 
     def regions(self, graph: torch.fx.GraphModule) -> dict[torch.fx.Node, int]:
         """Return the region of each node, numbered in the order of forward."""
-        region, begun, computed = 0, set[int](), False
+        region, begun, firsts, computed = 0, set[int](), set[int](), False
         regions: dict[torch.fx.Node, int] = {}
         for node in graph.graph.nodes:
             if node.op not in ("placeholder", "output", "get_attr"):
                 new = (self._cuts & modules_of_node(graph, node)) - begun
                 begun |= new
+                firsts.update(sorted(new)[:1])  # of modules inside each other one
                 region += bool(new) and computed  # nothing precedes the first operation
                 computed = True
             regions[node] = region
+        self.begun = firsts | (self.begun or set())
         return regions

@@ -136,3 +136,22 @@ def test_wrong_arguments_of_compile_are_refused(given: Any, words: str) -> None:
     with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(InputError, match="CUDA graphs"):
         CompileOptions.of("inductor")
     assert CompileOptions.of({"options": {"max-autotune": True}}).settings == {"max_autotune": True}
+
+
+def test_regions_are_counted_where_graphs_are_split() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(stack(1) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.blocks[2](self.blocks[0](x))
+            return found
+
+    model = Skipping()
+    compiled = CompiledModel(model, "eager")
+    compiled.cut(("blocks", "blocks.1", "blocks.2", "blocks.2.0"))
+    assert "from the next forward on" in compiled.report()
+    model(torch.ones(2, 4))
+    assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
+    compiled.remove()
