@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -87,6 +88,14 @@ class CompileOptions:
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "own")
 
     @property
+    def identity(self) -> str:
+        """Return what distinguishes these arguments from others, in other processes, too."""
+        options = sorted(self.options.items()) if self.options else None
+        given = {"mode": self.mode, "options": options, "dynamic": self.dynamic}
+        named = (f"{name}={value!r}" for name, value in given.items() if value is not None)
+        return ", ".join([_name_of(self.backend), *named])
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Return inductor's settings by mode and options."""
         return inductor_settings(self.mode, self.options) if self.backend == INDUCTOR else {}
@@ -101,6 +110,15 @@ class CompileOptions:
             )
         settings = self.settings
         return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
+
+
+def _name_of(backend: str | Callable[..., Any]) -> str:
+    if isinstance(backend, str):
+        return backend
+    if isinstance(backend, partial):
+        return f"{_name_of(backend.func)}({backend.args!r}, {backend.keywords!r})"
+    named: Any = backend if hasattr(backend, "__qualname__") else type(backend)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def check_compile(model: nn.Module, argument: CompileArgument | None) -> str | None:
@@ -248,7 +266,7 @@ class CompiledModel:
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
         if missing > 0:
-            text += f"; {missing} of {len(form.cuts)} cuts made none: no forward of those modules is in a graph"
+            text += f"; {missing} of {len(form.cuts)} cuts made none: their modules have no forward of their own in a graph"
         if (given_up := functions_given_up() - self._given_up) > 0:
             text += (
                 f"; {given_up} function{'s' * (given_up > 1)} ran into torch._dynamo.config.recompile_limit, and what "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,3 +156,12 @@ def test_regions_are_counted_where_graphs_are_split() -> None:
     model(torch.ones(2, 4))
     assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
     compiled.remove()
+
+
+def test_what_is_remembered_of_one_way_of_compiling_is_not_of_another() -> None:
+    ways: list[Any] = ["inductor", "eager", stack, partial(stack, 1), partial(stack, 2)]
+    ways = [*({"backend": way} for way in ways), {"mode": "max-autotune-no-cudagraphs"}, {"dynamic": True}]
+    ways += [{"dynamic": False}, {"options": {"max_autotune": True}}]
+    identities = [CompileOptions.of(way).identity for way in ways]
+    assert len(set(identities)) == len(ways)
+    assert identities[0] == CompileOptions.of("inductor").identity == "inductor"
