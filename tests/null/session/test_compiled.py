@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from torch import nn
 
 from planner.documents.profile import ComputeProfile, Gradient
 from planner.model.regions import find_breaks, find_cuts
+from planner.online.ddp import ddp_plan, region_plans
+from planner.online.trials import Trials
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
 from planner.profile.measured_cuts import FEWEST_STEPS, cut_costs, regions_of, with_costs
@@ -21,6 +25,7 @@ from planner.profile.request import CUTS, Phase, Phases
 from runtime.comm.world import World
 from runtime.core.compiled import CompiledModel, CompileOptions, blocks_of, default_cuts
 from runtime.errors import InputError
+from runtime.plan import ModelReference, PlanWorld
 
 
 def stack(layers: int) -> nn.Sequential:
@@ -165,3 +170,16 @@ def test_what_is_remembered_of_one_way_of_compiling_is_not_of_another() -> None:
     identities = [CompileOptions.of(way).identity for way in ways]
     assert len(set(identities)) == len(ways)
     assert identities[0] == CompileOptions.of("inductor").identity == "inductor"
+
+
+def test_cuts_are_tried_where_they_divide_gradients_also_as_many_as_there_are_elsewhere() -> None:
+    model = stack(6)
+    trained = {name: one for name, one in model.named_parameters() if name[0] in "35"}
+    plan = replace(ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=2)), cuts=("1",))
+    assert [one.cuts for one in region_plans(model, trained, plan).values()] == [(), ("5",)]
+    run = SimpleNamespace(session=SimpleNamespace(model=model, _parameters=trained), present=plan)
+    trials = Trials(run, None)  # type: ignore[arg-type]
+    with patch.object(trials, "_climb", return_value=()) as climbed:
+        assert list(trials.try_cuts()) == []
+    plans, counts, _ = climbed.call_args.args
+    assert (next(counts), plans[1].cuts) == (1, ("5",))
