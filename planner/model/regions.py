@@ -17,6 +17,8 @@ ASSUMED_CUT_US = 100.0
 """Time that a cut is assumed to add to forward, and again to backward, where that was not measured."""
 AT_ONCE = 0.95
 """Part of backward behind which a gradient is ready at its end."""
+MOST_LAYERS = 24
+"""Places of cuts where blocks are not known."""
 NEARLY_ALL = 0.9
 """Share of the gradients that are ready at the end of a backward that was compiled as one graph."""
 
@@ -92,8 +94,8 @@ def is_whole(compute: ComputeProfile) -> bool:
 
 
 def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profile | None:
-    """Return the profile with a place for a cut at each block, by the names of gradients; itself where cuts were
-    measured, None where no block is behind another.
+    """Return the profile with a place for a cut at each block by the names of gradients, or at some of the layers where
+    no name has a number; itself where cuts were measured, None where no block is behind another.
 
     Args:
         profile: where all its gradients are ready at once, backward is assumed to go by elements.
@@ -105,22 +107,34 @@ def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profi
     gradients: Sequence[Gradient] = compute.gradients
     if is_whole(compute):  # in an order that need not be that of backward
         gradients = by_elements(gradients if _from_the_back(gradients) else gradients[::-1], ())
+    named = {gradient.name: _block_of(gradient.name) for gradient in gradients}
+    numbered = any(named.values())
     blocks: dict[str, list[str]] = {}
     for gradient in gradients:
-        if (block := _block_of(gradient.name)) is not None:
+        if (block := named[gradient.name] if numbered else (gradient.layer,)) is not None:
             blocks.setdefault(".".join(block), []).append(gradient.name)
     cuts = find_cuts(gradients, blocks) if _from_the_back(gradients) else ()
     if not cuts:
         return None
-    cuts = tuple(replace(cut, forward_us=cut_us, backward_us=cut_us) for cut in cuts[-MAX_CUTS:])
+    cuts = cuts[-MAX_CUTS:] if numbered else cuts[:: -(-len(cuts) // MOST_LAYERS)]
+    cuts = tuple(replace(cut, forward_us=cut_us, backward_us=cut_us) for cut in cuts)
     compiled = CompiledProfile(backend=ASSUMED, cuts=cuts)
     return replace(profile, compute=replace(compute, gradients=tuple(gradients), compiled=compiled))
 
 
 def _block_of(name: str) -> tuple[str, ...] | None:
-    """Return the path of the numbered module that a parameter is in; None where it is in none."""
+    """Return the path of the numbered module that a parameter is in (`h.3`, `encoder_layer_3`); None where there is
+    none.
+    """
     *path, _ = name.split(".")
-    return next((tuple(path[: at + 1]) for at, part in enumerate(path) if part.isdecimal()), None)
+    ends = (at + 1 for at, part in enumerate(path) if part.isdecimal() or (_number(part) and at + 1 < len(path)))
+    return next((tuple(path[:end]) for end in ends), None)
+
+
+def _number(part: str) -> str:
+    """Return the decimal digits behind the last underscore of a name, or all of it; empty where there are others."""
+    digits = part.rpartition("_")[2]
+    return digits if digits.isdecimal() else ""
 
 
 def _from_the_back(gradients: Sequence[Gradient]) -> bool:
@@ -128,7 +142,7 @@ def _from_the_back(gradients: Sequence[Gradient]) -> bool:
     numbers: dict[tuple[str, ...], list[int]] = {}
     for gradient in gradients:
         if (block := _block_of(gradient.name)) is not None:
-            numbers.setdefault(block[:-1], []).append(int(block[-1]))
+            numbers.setdefault(block[:-1], []).append(int(_number(block[-1])))
     return all(first >= second for of in numbers.values() for first, second in pairwise(of))
 
 

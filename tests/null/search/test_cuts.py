@@ -129,10 +129,10 @@ def test_ddp_is_predicted_with_its_own_cuts() -> None:
     assert cut_as(lineup["none"], problem).cuts == ()
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
+@pytest.mark.parametrize(("turned", "block"), [(False, "net.h."), (True, "net.h."), (True, "net.encoder_layer_")])
+def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool, block: str) -> None:
     """Gradients of one graph come at once, in any order."""
-    names = [f"net.h.{block}.{part}" for block in reversed(range(6)) for part in ("out.weight", "in.weight")]
+    names = [f"{block}{at}.mlp.{part}.weight" for at in reversed(range(6)) for part in (3, 0)]
     names = ["head.weight", *names, "embed.weight"]
     document = profile_document([(250_000, 0.0)] * len(names), forward_us=8000.0)
     document["cluster"] = {"schema": "planner.cluster/1", "nodes": 4, "collectives": {"all_reduce": {
@@ -145,7 +145,7 @@ def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
     choice = possible_cuts(problem)
     assert choice is not None
     assert choice.problem.cuts
-    assert set(choice.problem.cuts) <= {f"net.h.{block}" for block in range(6)}
+    assert set(choice.problem.cuts) <= {f"{block}{at}" for at in range(6)}
     assert "if a cut costs 0.2 ms, which was not measured" in choice.note
     assert choice.step_us < choice.whole_us
     compiled = nn.Linear(1, 1)
