@@ -64,7 +64,8 @@ def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], prese
     """Return plans with other cuts of a compiled graph, by the number of cuts: none, every fourth block, every second
     one, every one, of those at which gradients come in parts. Each region has a bucket.
     """
-    starts, places = starts_of(model, blocks_of(model)), {id(one): place for place, one in enumerate(model.parameters())}
+    starts = starts_of(model, blocks_of(model))
+    places = {id(one): place for place, one in enumerate(model.parameters())}
     trained = [places[id(one)] for one in parameters.values()]
     ordered = sorted(starts, key=lambda block: starts[block])
     ends = [*(starts[block] for block in ordered[1:]), len(places)]

@@ -76,7 +76,7 @@ class CompileOptions:
         if made.backend == CUDA_GRAPHS or settings.get("triton.cudagraphs"):
             raise InputError(
                 f"compile: found CUDA graphs (backend {made.backend!r}, mode {made.mode!r}), whose gradients lie in "
-                f"memory that the next replay overwrites; expected none: take inductor, with max-autotune-no-cudagraphs "
+                f"memory that the next replay overwrites; expected none: take inductor with max-autotune-no-cudagraphs "
                 f"or no mode, and torch._inductor.config.triton.cudagraphs = False"
             )
         made.compiler()
@@ -266,7 +266,7 @@ class CompiledModel:
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
         if missing > 0:
-            text += f"; {missing} of {len(form.cuts)} cuts made none: their modules have no forward of their own in a graph"
+            text += f"; {missing} of {len(form.cuts)} cuts made none: no graph has a forward of those modules alone"
         if (given_up := functions_given_up() - self._given_up) > 0:
             text += (
                 f"; {given_up} function{'s' * (given_up > 1)} ran into torch._dynamo.config.recompile_limit, and what "

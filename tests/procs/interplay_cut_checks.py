@@ -153,6 +153,35 @@ def _ddp_sizes() -> dict[str, bool]:
     return {f"regions of DDP: {compiled}": compiled[0] > compiled[1] > 0}
 
 
+def foreign() -> dict[str, bool]:
+    """GPT-2 of transformers: tied weights, dropout, an output that is a dataclass."""
+    from foreign_jobs import gpt2, tokens
+
+    def train(side: Side, loss: Callable[..., Tensor]) -> None:
+        for step in range(STEPS):
+            side.optimizer.zero_grad()
+            loss(side.forward, tokens(step, torch.distributed.get_rank())).backward()
+            side.optimizer.step()
+
+    outcomes, cuts = [], ("transformer.h.1",)
+    for planned in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        job = gpt2()
+        made, optimizer = job.model, SGD(job.model.parameters())
+        if planned:
+            session = runtime.attach(made, optimizer, plan_of(made, 9, cuts=cuts), timeout_s=60, compile="aot_eager")
+            side = Side(made, made, optimizer, session)
+        else:
+            side = Side(made, DistributedDataParallel(made), optimizer, None)
+            _cut(side, cuts, "aot_eager")
+        train(side, job.loss)
+        outcomes.append(outcome(side))
+    results = compare(*outcomes) | {"report": "in 2 regions" in str(session.report())}
+    side.close()
+    return results
+
+
 def refused() -> dict[str, bool]:
     """Each on all ranks alike, and the model is as it was."""
     made, parts = Blocks(), Blocks()
@@ -188,6 +217,7 @@ CUT_CHECKS: dict[str, Callable[[], Any]] = {
     "shapes": partial(cut, changing=True),
     "checkpoints": partial(cut, checkpoints=True),
     "breaks": partial(cut, breaks=True),
+    "foreign": foreign,
     "switched": switched,
     "refused": refused,
 }

@@ -61,7 +61,7 @@ def test_a_cut_is_where_the_region_before_it_in_forward_was_computed() -> None:
 
 def test_graph_breaks_of_a_model_are_where_its_uncut_form_has_gradients_early() -> None:
     def form(times: dict[str, float]) -> ComputeProfile:
-        gradients = [Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=us) for name, us in times.items()]
+        gradients = [Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=times[name]) for name in times]
         return ComputeProfile(forward_us=1.0, update_us=0.0, gradients=tuple(gradients), repeats=1)
 
     cut = form({"d": 100.0, "c": 100.0, "b": 100.0, "a": 100.0}).gradients
@@ -80,7 +80,7 @@ def test_groups_of_cuts_cost_what_fits_best() -> None:
     assert cut_costs([whole_us, whole_us], [0]) == [0.0]
 
 
-@pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 2 + 2 * 2 * FEWEST_STEPS, 99), (5e6, 1, 2 + FEWEST_STEPS)])
+@pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 14, 99), (5e6, 1, 2 + FEWEST_STEPS)])
 def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int, most: int) -> None:
     model, steps, bench = stack(4), list[None](), Bench(World(), torch.device("cpu"))
 

@@ -140,7 +140,7 @@ def test_wrong_arguments(command: Callable[..., Outcome], arguments: list[str], 
     assert err.count("\n") == 1
 
 
-def test_what_cuts_of_one_graph_would_win_is_said_in_every_form(command: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_what_cuts_would_win_is_said_in_every_form(command: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     for rank, document in enumerate(make_traces(Job(compiled=True))):
         write_trace(tmp_path / "one" / f"rank{rank}.json.gz", document)
