@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -17,6 +18,8 @@ ASSUMED_CUT_US = 100.0
 """Time that a cut is assumed to add to forward, and again to backward, where that was not measured."""
 AT_ONCE = 0.95
 """Part of backward behind which a gradient is ready at its end."""
+_BLOCK = re.compile(r"((?:[^.]+\.)*?(?:[^.]*_)?)([0-9]+)\.")
+"""The first numbered module in the name of a gradient: `h.3.`, `encoder_layer_3.`."""
 MOST_LAYERS = 24
 """Places of cuts where blocks are not known."""
 NEARLY_ALL = 0.9
@@ -107,12 +110,12 @@ def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profi
     gradients: Sequence[Gradient] = compute.gradients
     if is_whole(compute):  # in an order that need not be that of backward
         gradients = by_elements(gradients if _from_the_back(gradients) else gradients[::-1], ())
-    named = {gradient.name: _block_of(gradient.name) for gradient in gradients}
-    numbered = any(named.values())
+    found = {gradient.name: _BLOCK.match(gradient.name) for gradient in gradients}
+    numbered = any(found.values())
     blocks: dict[str, list[str]] = {}
     for gradient in gradients:
-        if (block := named[gradient.name] if numbered else (gradient.layer,)) is not None:
-            blocks.setdefault(".".join(block), []).append(gradient.name)
+        if (block := found[gradient.name]) is not None or not numbered:
+            blocks.setdefault(gradient.layer if block is None else block[0][:-1], []).append(gradient.name)
     cuts = find_cuts(gradients, blocks) if _from_the_back(gradients) else ()
     if not cuts:
         return None
@@ -122,27 +125,12 @@ def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profi
     return replace(profile, compute=replace(compute, gradients=tuple(gradients), compiled=compiled))
 
 
-def _block_of(name: str) -> tuple[str, ...] | None:
-    """Return the path of the numbered module that a parameter is in (`h.3`, `encoder_layer_3`); None where there is
-    none.
-    """
-    *path, _ = name.split(".")
-    ends = (at + 1 for at, part in enumerate(path) if part.isdecimal() or (_number(part) and at + 1 < len(path)))
-    return next((tuple(path[:end]) for end in ends), None)
-
-
-def _number(part: str) -> str:
-    """Return the decimal digits behind the last underscore of a name, or all of it; empty where there are others."""
-    digits = part.rpartition("_")[2]
-    return digits if digits.isdecimal() else ""
-
-
 def _from_the_back(gradients: Sequence[Gradient]) -> bool:
     """Return whether the numbers of blocks never rise in the order of gradients."""
-    numbers: dict[tuple[str, ...], list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for gradient in gradients:
-        if (block := _block_of(gradient.name)) is not None:
-            numbers.setdefault(block[:-1], []).append(int(_number(block[-1])))
+        if (block := _BLOCK.match(gradient.name)) is not None:
+            numbers.setdefault(block[1], []).append(int(block[2]))
     return all(first >= second for of in numbers.values() for first, second in pairwise(of))
 
 

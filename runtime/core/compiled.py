@@ -7,10 +7,10 @@ each region gradients come region by region, and their buckets are sent while ba
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -90,10 +90,7 @@ class CompileOptions:
     @property
     def identity(self) -> str:
         """Return what distinguishes these arguments from others, in other processes, too."""
-        options = sorted(self.options.items()) if self.options else None
-        given = {"mode": self.mode, "options": options, "dynamic": self.dynamic}
-        named = (f"{name}={value!r}" for name, value in given.items() if value is not None)
-        return ", ".join([_name_of(self.backend), *named])
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -110,15 +107,6 @@ class CompileOptions:
             )
         settings = self.settings
         return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
-
-
-def _name_of(backend: str | Callable[..., Any]) -> str:
-    if isinstance(backend, str):
-        return backend
-    if isinstance(backend, partial):
-        return f"{_name_of(backend.func)}({backend.args!r}, {backend.keywords!r})"
-    named: Any = backend if hasattr(backend, "__qualname__") else type(backend)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def check_compile(model: nn.Module, argument: CompileArgument | None) -> str | None:

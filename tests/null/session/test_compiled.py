@@ -16,7 +16,7 @@ from torch import nn
 
 from planner.documents.profile import ComputeProfile, Gradient
 from planner.model.regions import find_breaks, find_cuts
-from planner.online.ddp import ddp_plan, region_plans
+from planner.online.ddp import ddp_plan
 from planner.online.trials import Trials
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
@@ -82,39 +82,37 @@ def test_groups_of_cuts_cost_what_fits_best() -> None:
 
 @pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 14, 99), (5e6, 1, 2 + FEWEST_STEPS)])
 def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int, most: int) -> None:
-    model, steps, bench = stack(4), list[None](), Bench(World(), torch.device("cpu"))
+    model, steps, bench = stack(4), list[torch.Tensor](), Bench(World(), torch.device("cpu"))
 
     def step(_: object) -> None:
-        steps.append(None)
-        model(torch.ones(2, 4)).sum().backward()
+        steps.append(model(torch.ones(2, 4)).sum())
+        steps[-1].backward()
 
     training = Training(model, step, None, "eager")
     with regions_of(training) as regions:
         assert regions is not None
         found = combine(measure_again(training, bench, 3), training.parameters)
-        found = found if step_us is None else replace(found, forward_us=step_us)
         steps.clear()
+        found = replace(found, forward_us=step_us or found.forward_us)
         costs = with_costs(found, training, bench, Phases([Phase(CUTS, 25.0)], 60.0, first=False), regions).compiled
     assert costs is not None
-    assert len(costs.cuts) == 3
-    assert fewest <= len(steps) <= most
+    assert (len(costs.cuts), fewest <= len(steps) <= most) == (3, True)
 
 
 def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() -> None:
-    model, graphs = stack(4), list[int]()
+    model, graphs = stack(4), list[object]()
 
     def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs[-1] += 1
+        graphs.append(graph)
         return graph.forward
 
     compiled = CompiledModel(model, {"backend": count})
     with torch._dynamo.config.patch(recompile_limit=2):
         for cuts in ((), ("1",), ("2",), ("1", "2")):
             compiled.cut(cuts)
-            graphs.append(0)
             for training in (True, False):
                 model.train(training)(torch.ones(2, 4))
-        assert graphs == [2, 4, 4, 6]
+        assert len(graphs) == 2 * (1 + 2 + 2 + 3)
         assert "ran into" not in compiled.report()
         with torch.no_grad():
             model(torch.ones(2, 4))
@@ -122,64 +120,51 @@ def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() 
     compiled.remove()
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"mode": "fast"}, "mode 'fast' and options None, expected inductor's"),
-        ({"mode": ["default"]}, "correct them"),
-        ({"options": "x"}, "options 'x'"),
-        ({"options": {"bogus": 1}}, "option bogus"),
-        ({"options": {"max_autotune": "yes"}}, "attr max_autotune"),
-        ({"backend": 3}, "the backend 3, expected one that torch.compile knows"),
-        ({"backend": "eager", "mode": "default"}, "leave them out"),
-        ({"dynamic": "yes"}, "dynamic='yes'"),
-        ("cudagraphs", "CUDA graphs"),
-    ],
-)
-def test_wrong_arguments_of_compile_are_refused(given: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        CompileOptions.of(given)
-    with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(InputError, match="CUDA graphs"):
-        CompileOptions.of("inductor")
-    assert CompileOptions.of({"options": {"max-autotune": True}}).settings == {"max_autotune": True}
-
-
 def test_regions_are_counted_where_graphs_are_split() -> None:
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(stack(1) for _ in range(3))
-
+    class Skipping(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.blocks[2](self.blocks[0](x))
-            return found
+            return self[3](self[0](x))  # type: ignore[no-any-return]
 
-    model = Skipping()
+    model = Skipping([*stack(3), stack(1)])
     compiled = CompiledModel(model, "eager")
-    compiled.cut(("blocks", "blocks.1", "blocks.2", "blocks.2.0"))
+    compiled.cut(("1", "2", "3", "3.0"))
     assert "from the next forward on" in compiled.report()
     model(torch.ones(2, 4))
     assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
     compiled.remove()
 
 
-def test_what_is_remembered_of_one_way_of_compiling_is_not_of_another() -> None:
-    ways: list[Any] = ["inductor", "eager", stack, partial(stack, 1), partial(stack, 2)]
-    ways = [*({"backend": way} for way in ways), {"mode": "max-autotune-no-cudagraphs"}, {"dynamic": True}]
-    ways += [{"dynamic": False}, {"options": {"max_autotune": True}}]
-    identities = [CompileOptions.of(way).identity for way in ways]
-    assert len(set(identities)) == len(ways)
-    assert identities[0] == CompileOptions.of("inductor").identity == "inductor"
+WRONG: dict[str, Any] = {
+    "mode 'fast' and options None, expected inductor's": {"mode": "fast"},
+    "options 'x'": {"options": "x"},
+    "option bogus": {"options": {"bogus": 1}},
+    "the backend 3, expected one that torch.compile knows": {"backend": 3},
+    "leave them out": {"backend": "eager", "mode": "default"},
+    "dynamic='yes'": {"dynamic": "yes"},
+    "CUDA graphs": "cudagraphs",
+}
+ALIKE: list[Any] = [
+    {"backend": "eager"}, {"backend": stack}, {"backend": partial(stack, 1)}, {"backend": partial(stack, 2)},
+    {"mode": "default"}, {"dynamic": True}, {"dynamic": False}, {"options": {"max-autotune": True}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "given"), WRONG.items())
+def test_wrong_arguments_of_compile_are_refused(words: str, given: Any) -> None:
+    with pytest.raises(InputError, match=words):
+        CompileOptions.of(given)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(InputError, match="CUDA graphs"):
+        CompileOptions.of("inductor")
+    assert len({CompileOptions.of(other).identity for other in ("inductor", *ALIKE)}) == 1 + len(ALIKE)
 
 
 def test_cuts_are_tried_where_they_divide_gradients_also_as_many_as_there_are_elsewhere() -> None:
     model = stack(6)
     trained = {name: one for name, one in model.named_parameters() if name[0] in "35"}
     plan = replace(ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=2)), cuts=("1",))
-    assert [one.cuts for one in region_plans(model, trained, plan).values()] == [(), ("5",)]
     run = SimpleNamespace(session=SimpleNamespace(model=model, _parameters=trained), present=plan)
     trials = Trials(run, None)  # type: ignore[arg-type]
     with patch.object(trials, "_climb", return_value=()) as climbed:
         assert list(trials.try_cuts()) == []
     plans, counts, _ = climbed.call_args.args
-    assert (next(counts), plans[1].cuts) == (1, ("5",))
+    assert ([one.cuts for one in plans.values()], next(counts)) == ([(), ("5",)], 1)
