@@ -164,7 +164,7 @@ class Pilot:
         yield from run.wait(1)  # back to the present plan, where a trial was the last thing that happened
 
     def _took_us(self) -> float:
-        """Time of the last step on this rank, from its first forward to the last averaged gradient; 0: not known."""
+        """Return the time of the last step on this rank, from its first forward to the last average; 0: not known."""
         step, clock = self._run.session._recorder.steps[-1], self._run.session._recorder.clock
         begun = step.micro_batches[0][0] if step.micro_batches else step.forward
         return 0.0 if begun is None else clock.between_us(begun, step.end)
