@@ -28,8 +28,6 @@ POLL_S = 0.5
 """Least time between two questions of ranks for rank 0's plan."""
 WORTH_TRYING = 0.01
 """Predicted gain from which a plan is tried, on top of half of the error of earlier predictions."""
-NARROW = ("wire:int8", "wire:bfloat16", "wire:native")
-"""Strategies with one dtype in all buckets: their predictions err by what encoding takes while the model computes."""
 
 
 class Candidates:
@@ -46,8 +44,6 @@ class Candidates:
         """Largest relative error of predictions: of steps before the first trial, and of tried plans."""
         self.others: dict[int, tuple[Plan, float]] = {}
         """DDP's buckets of other sizes by number, and their predicted step over that of the plan decided from."""
-        self.narrow: list[Plan] = []
-        """Plans with one narrow dtype that are predicted to be faster than the present one, the fastest first."""
         self._outside_us = 0.0
         """Part of a step that is in no prediction, on rank 0."""
 
@@ -79,11 +75,7 @@ class Candidates:
             try:
                 others = [names_of(plan.buckets) for plan in (run.present, *sized.values())]
                 options = {"accuracy": accuracy, "allow": list(run.opening.key.allow)} | self._limits(accuracy)
-                strategies = NARROW if accuracy == "bounded" and not run.harmed else ()
-                request = {
-                    "profile": profile().to_document(), "options": options, "others": others, "strategies": strategies,
-                }  # fmt: skip
-                self._decision = Decision(request)
+                self._decision = Decision({"profile": profile().to_document(), "options": options, "others": others})
             except Exception as error:  # the other ranks wait for the answer
                 problem = f"{type(error).__name__}: {error}"
         every = max(run.gather(max(1, math.ceil(POLL_S * 1e6 / run.step_us)), "agreeing when to ask"))
@@ -106,12 +98,6 @@ class Candidates:
         self.others = {
             count: (other, us / present_us) for (count, other), us in zip(sized.items(), sized_us, strict=True)
         }
-        named = [
-            (self.predicted_us(one) or 0.0, one) for one in map(self._as_cut, map(parse_plan, answer["strategies"]))
-        ]
-        faster = [(us, one) for us, one in named if us < (1.0 - WORTH_TRYING) * present_us]
-        if accuracy == "bounded":
-            self.narrow = [one for _, one in sorted(faster, key=lambda pair: pair[0])]
         if accuracy != plan.accuracy:
             why = next((note for note in plan.notes if note.startswith(f"{accuracy}{ALLOWED}")), "the plan is exact")
             run.tell(why, aloud=reports)

@@ -15,7 +15,7 @@ from runtime.checks.plan import dtype_name
 from runtime.core.compiled import blocks_of, starts_of
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.document import CompressorSpec
-from runtime.plan.transports import TWO_SHOT
+from runtime.plan.transports import TWO_SHOT, Transport
 
 AS_DDP = "as DistributedDataParallel cuts"
 WHOLE = "one compiled graph"
@@ -48,16 +48,21 @@ def ddp_plan(
     )
 
 
-def in_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], dtype: str) -> Plan:
-    """Return an exact plan with the same buckets in a narrow dtype, as far as they can be; `plan` is its fallback."""
+def in_dtype(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], dtype: str, transport: Transport = TWO_SHOT
+) -> Plan:  # fmt: skip
+    """Return a plan with the same buckets in a narrow dtype, as far as they can be; `plan` is its fallback, or what is
+    that of a bounded one.
+    """
     spec = CompressorSpec(name="wire", dtype=dtype)
     buckets = tuple(
-        replace(bucket, collective=TWO_SHOT.collective, algorithm=TWO_SHOT.algorithm, compressor=spec)
+        replace(bucket, collective=transport.collective, algorithm=transport.algorithm, compressor=spec)
         if dtype_name(parameters[bucket.gradients[0]].dtype) in NARROWED
         else bucket
         for bucket in plan.buckets
     )
-    return replace(plan, accuracy="bounded", buckets=buckets, predicted=None, fallback=plan)
+    fallback = plan if plan.accuracy == "exact" else plan.fallback
+    return replace(plan, accuracy="bounded", buckets=buckets, predicted=None, fallback=fallback)
 
 
 def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], present: Plan) -> dict[int, Plan]:

@@ -2,11 +2,11 @@
 
 `python -m planner.online.deciding` reads a request from standard input and writes the answer to standard output:
 
-    {"profile": {…}, "options": {"accuracy": "exact", …}, "others": [[["fc.weight", …], …], …], "strategies": ["wire"]}
-    {"plan": {…}, "others_us": [41200.0, …], "strategies": [{…}]}    or    {"problem": "…"}
+    {"profile": {…}, "options": {"accuracy": "exact", …}, "others": [[["fc.weight", …], …], …]}
+    {"plan": {…}, "others_us": [41200.0, …]}    or    {"problem": "…"}
 
 `options` are those of `planner.optimize`; `others_us` is what a step takes with the buckets of each of `others`, sent
-whole, by the same simulator. The plans of `strategies` are those whose costs are known.
+whole, by the same simulator.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.decide.optimize import optimize
-from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
-from planner.emit.lower import lower, predict
+from planner.emit.lower import predict
 from planner.ir import Bucket, Schedule
 from planner.model.problem import make_problem
-from runtime.errors import InputError, PlannerError
+from runtime.errors import PlannerError
 
 DEADLINE_S = 300
 """Time after which training stays with its plan."""
@@ -48,12 +47,8 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
         for buckets in request["others"]
     ]
     problem = make_problem(profile)
-    named = []
-    for name in request["strategies"]:
-        with suppress(InputError):  # its costs were not measured
-            named.append(lower(problem, make_schedule(problem, name)).to_document())
     times_us = [predict(problem, other).iteration_us for other in others]
-    return {"plan": plan.to_document(), "others_us": times_us, "strategies": named}
+    return {"plan": plan.to_document(), "others_us": times_us}
 
 
 def main() -> None:

@@ -286,14 +286,12 @@ class Pilot:
             relaxed = yield from self._candidates.decide(measured, tried, "relaxed")
         if run.opening.way == "auto":
             fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
-            narrow = [] if bounded is None else [bounded, *self._candidates.narrow]
-            narrow += [early] if early is not None and not run.harmed else []
-            for plan in narrow if relaxed is None else [*narrow, relaxed]:
-                if digest_of(plan) not in tried:
+            for plan in (bounded, None if run.harmed else early, relaxed):
+                if plan is not None and digest_of(plan) not in tried:
                     tried.add(digest_of(plan))
                     yield from self._trials.try_plan(replace(plan, fallback=fallback))
             # What wins more than the simulator errs wins over other sizes, too.
-            if self._candidates.off > FAR_OFF and run.present.accuracy == "exact" and not run.present.sharded:
+            if self._candidates.off > FAR_OFF and run.present.outer is None and not run.present.sharded:
                 yield from self._trials.try_sizes(tried)
         run.doing = None
         run.remember(settled=not self._trials.tries_cuts)

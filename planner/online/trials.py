@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 
-from planner.ir import GAIN
+from planner.ir import ACCURACIES, GAIN
 from planner.online.candidates import Candidates, digest_of
-from planner.online.ddp import region_plans
-from planner.online.measuring import Overlap, Seen, median_overlap, observe, sizes_of
+from planner.online.ddp import in_dtype, region_plans
+from planner.online.measuring import SAVED_SHARE, Overlap, Seen, median_overlap, observe, sizes_of
 from planner.online.planned_run import TRIAL_STEPS, PlannedRun, Steps, called
 from planner.online.trying import FEWEST_ROUNDS, climb, judge
 from runtime.core.compiled import default_cuts
 from runtime.monitor.trial import Rounds, block_of, trial_steps
 from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan
+from runtime.plan.transports import NATIVE, TWO_SHOT, Transport, transport_of
 
 COMPILE_BUDGET = 0.05
 """Share of the time so far that compiling for trials may take."""
 TRIAL_BUDGET, MIN_BUDGET_STEPS = 0.01, 0.5
-"""Share of the steps so far that all trials may cost, and the steps of it that another trial needs to begin."""
+"""Share of the steps so far that all trials may cost, with a part of what has been saved in them, and the steps of it
+that another trial needs to begin."""
+FORMS = (("bfloat16", NATIVE), ("bfloat16", TWO_SHOT), ("int8", TWO_SHOT))
+"""Dtypes and transports in which narrow buckets are tried."""
 
 
 class Trials:
@@ -45,21 +50,23 @@ class Trials:
         """
         run, lost_steps = self._run, self._lost_steps
         block_steps = sum(block_of(plan))
-        begin_step = math.ceil((lost_steps + MIN_BUDGET_STEPS) / TRIAL_BUDGET)
+        share = TRIAL_BUDGET + SAVED_SHARE * run.saved
+        begin_step = math.ceil((lost_steps + MIN_BUDGET_STEPS) / share)
         begin_step = max(begin_step, plan.outer.warmup_steps if plan.outer else 0)
         left = max(0, begin_step - run.session.step)
         run.begin_stage(f"{called(plan)} is tried", left + TRIAL_STEPS + (block_steps - BLOCK_STEPS) * FEWEST_ROUNDS)
         yield from run.wait(left)
         old = run.present
         rounds: Rounds = []
-        may_lose_steps = TRIAL_BUDGET * run.session.step - lost_steps
+        may_lose_steps = share * run.session.step - lost_steps
+        riskier = ACCURACIES.index(plan.accuracy) > ACCURACIES.index(old.accuracy)
         seen: dict[bool, list[Overlap]] = {True: [], False: []}
 
         def verdict_on(found: Rounds) -> Verdict | None:
             nonlocal rounds
             rounds = found
             exchanges = run.session._recorder.exchanges_per_update
-            names, must_win = (called(plan), called(old)), 0.0 if plan.accuracy == "exact" else GAIN
+            names, must_win = (called(plan), called(old)), GAIN if riskier else 0.0
             return judge(found, names, may_lose_steps * found[0][1], exchanges, must_win, block_steps)
 
         def look(tried: Plan) -> None:
@@ -92,15 +99,32 @@ class Trials:
         return [Seen(tuple(sizes_of(one)), tuple(median_overlap(rank[new]) for rank in ranks)) for new, one in tried]
 
     def try_sizes(self, tried: set[str]) -> Steps[None]:
-        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand."""
-        others = {count: other for count, other in self._candidates.others.items() if digest_of(other[0]) not in tried}
-        predicted = {count: ratio for count, (_, ratio) in others.items()}
-        sizes = climb(predicted, len(self._run.present.buckets), self._candidates.off)
-        yield from self._climb(
-            {count: plan for count, (plan, _) in others.items()},
-            sizes,
-            f"the simulator was {self._candidates.off:.0%} off here: other sizes of buckets are tried",
-        )
+        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand. Where narrow buckets
+        are faster, these in their dtype, and then the faster ones in other dtypes; but not if any has done harm.
+        """
+        run, off = self._run, self._candidates.off
+        others = dict(self._candidates.others)
+        if narrow := [bucket for bucket in run.present.buckets if not bucket.dense]:
+            if run.harmed:
+                return
+            widest = max(narrow, key=lambda bucket: bucket.size_bytes or 0)
+            form = (widest.compressor.dtype or "", transport_of(widest.collective, widest.algorithm))
+            # Their predictions err by what encoding takes while the model computes.
+            others = {count: (self._in_form(plan, form), 1.0) for count, (plan, _) in others.items()}
+        others = {count: other for count, other in others.items() if digest_of(other[0]) not in tried}
+        sizes = climb({count: ratio for count, (_, ratio) in others.items()}, len(run.present.buckets), off)
+        why = f"the simulator was {off:.0%} off here: other sizes of buckets are tried"
+        yield from self._climb({count: plan for count, (plan, _) in others.items()}, sizes, why)
+        tried |= {digest_of(plan) for plan, _ in others.values()} | {digest_of(run.present)}
+        for form in FORMS if narrow else ():
+            if digest_of(plan := self._in_form(run.present, form)) not in tried:
+                tried.add(digest_of(plan))
+                yield from self.try_plan(plan)
+
+    def _in_form(self, plan: Plan, form: tuple[str, Transport]) -> Plan:
+        """Return a plan's buckets in a dtype, by a transport; its fallback is the present plan's."""
+        made = in_dtype(plan, self._run.session._parameters, *form)
+        return replace(made, fallback=self._run.present.fallback)
 
     def try_cuts(self) -> Steps[bool]:
         """Try one graph and other cuts of a compiled one, as long as compiling may cost something; return whether the

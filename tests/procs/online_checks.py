@@ -54,7 +54,6 @@ class Given:
         self._answer = {
             "plan": lower(problem, make_schedule(problem, "wfbp")).to_document(),
             "others_us": [1e9] * len(request["others"]),
-            "strategies": [],
         }
         self._asked = 0
 
