@@ -28,9 +28,19 @@ from runtime.errors import InputError
 from runtime.plan import ModelReference, PlanWorld
 
 
+class Stack(nn.Sequential):
+    """Torch compiles nothing of `nn.Sequential` itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) → (batch, 4)."""
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 def stack(layers: int) -> nn.Sequential:
     """Equal linear layers."""
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    return Stack(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
 def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() -> None:
@@ -61,7 +71,9 @@ def test_a_cut_is_where_the_region_before_it_in_forward_was_computed() -> None:
 
 def test_graph_breaks_of_a_model_are_where_its_uncut_form_has_gradients_early() -> None:
     def form(times: dict[str, float]) -> ComputeProfile:
-        gradients = [Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=times[name]) for name in times]
+        gradients = [
+            Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=times[name]) for name in times
+        ]
         return ComputeProfile(forward_us=1.0, update_us=0.0, gradients=tuple(gradients), repeats=1)
 
     cut = form({"d": 100.0, "c": 100.0, "b": 100.0, "a": 100.0}).gradients
@@ -80,7 +92,8 @@ def test_groups_of_cuts_cost_what_fits_best() -> None:
     assert cut_costs([whole_us, whole_us], [0]) == [0.0]
 
 
-@pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 14, 99), (5e6, 1, 2 + FEWEST_STEPS)])
+@pytest.mark.filterwarnings("ignore")  # of torch, about hooks that it compiles
+@pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 14, 99), (5e6, 1, 2 + 2 * FEWEST_STEPS)])
 def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int, most: int) -> None:
     model, steps, bench = stack(4), list[torch.Tensor](), Bench(World(), torch.device("cpu"))
 
@@ -110,12 +123,12 @@ def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() 
     with torch._dynamo.config.patch(recompile_limit=2):
         for cuts in ((), ("1",), ("2",), ("1", "2")):
             compiled.cut(cuts)
-            for training in (True, False):
-                model.train(training)(torch.ones(2, 4))
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    model(torch.ones(2, 4))
         assert len(graphs) == 2 * (1 + 2 + 2 + 3)
         assert "ran into" not in compiled.report()
-        with torch.no_grad():
-            model(torch.ones(2, 4))
+        model(torch.ones(2, 4, requires_grad=True))
         assert "1 function ran into torch._dynamo.config.recompile_limit" in compiled.report()
     compiled.remove()
 
@@ -128,7 +141,7 @@ def test_regions_are_counted_where_graphs_are_split() -> None:
     model = Skipping([*stack(3), stack(1)])
     compiled = CompiledModel(model, "eager")
     compiled.cut(("1", "2", "3", "3.0"))
-    assert "from the next forward on" in compiled.report()
+    assert "no graph so far" in compiled.report()
     model(torch.ones(2, 4))
     assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
     compiled.remove()
