@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from interplay_harness import SGD, Side, compare, outcome, ranks_agree, told
+from interplay_harness import SGD, Chain, Side, compare, outcome, ranks_agree, told
 from session_checks import plan_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -138,19 +138,9 @@ def switched() -> dict[str, bool]:
     return results | _ddp_sizes()
 
 
-class Layers(nn.ModuleList):
-    """A sequence with a forward of its own: torch compiles nothing of `nn.Sequential` itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, 512) → (batch, 512)."""
-        for layer in self:
-            x = layer(x)
-        return x
-
-
 def _ddp_sizes() -> dict[str, bool]:
     """Whether graphs of DDP around one model are cut anew where its buckets have another size."""
-    made, compiled = Layers(nn.Linear(512, 512) for _ in range(4)), list[int]()
+    made, compiled = Chain(*(nn.Linear(512, 512) for _ in range(4))), list[int]()
 
     def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
         compiled[-1] += 1
