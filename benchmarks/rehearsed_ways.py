@@ -75,7 +75,7 @@ class Kind:
     cells: Sequence[Cell]
     limits: Sequence[Limit]
 
-    def lines(self, records: Sequence[dict[str, Any]]) -> list[str]:
+    def lines(self, records: list[dict[str, Any]]) -> list[str]:
         """Return the limits, and a row for each way to train of each cell."""
         figures = Figures(f"{len(records)} of {len(self.cells)} cells.")
         for limit in self.limits:

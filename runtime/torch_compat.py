@@ -10,6 +10,7 @@ import pkgutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -145,17 +146,20 @@ def compiled_parts(model: torch.nn.Module) -> list[str]:
 def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a backend of `torch.compile` by name, or the given one; None where there is none of that name."""
     try:
-        return torch._dynamo.lookup_backend(backend)
+        found = torch._dynamo.lookup_backend(backend)
     except Exception as error:  # of a class that differs between versions
         if type(error).__module__.startswith("torch._dynamo"):
             return None
         raise
+    return found if callable(found) else None
 
 
 def inductor_settings(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of inductor that a mode and options of `torch.compile` stand for."""
-    found = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    return {**found, **{name.replace("-", "_"): value for name, value in (options or {}).items()}}
+    """Return the settings of inductor that a mode and options of `torch.compile` stand for, and CUDA graphs where they
+    are its default. Raises what torch does where they are none.
+    """
+    found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, None).config
+    return {**({"triton.cudagraphs": True} if torch._inductor.config.triton.cudagraphs else {}), **found}
 
 
 def is_autograd_compiled() -> bool:
@@ -192,21 +196,36 @@ def compile_split(
     return split
 
 
-def recompile(model: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None) -> Callable[[], None]:
-    """Compile a model, or what `torch.compile` has made of one, with another backend; return what undoes that."""
+def compiling(backend: Callable[..., Any], dynamic: bool | None) -> Callable[[Any], Any]:
+    """Return what compiles modules and functions with a backend, as `torch.compile` does.
+
+    Where torch can (2.13) their graphs are apart from those of other backends, which share a limit otherwise: when it
+    is reached, all that was not compiled by then runs eagerly.
+    """
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    made: Callable[[Any], Any] = torch._dynamo.optimize(backend, dynamic=dynamic, **apart)
+    return made
+
+
+def functions_given_up() -> int:
+    """Return how many functions torch compiles no further in this process, for they reached a limit."""
+    reasons: Mapping[str, int] = torch._dynamo.utils.counters["unimplemented"]
+    return sum(number for reason, number in reasons.items() if "recompile limit" in reason)
+
+
+def recompile(model: torch.nn.Module, compiled_by: Callable[[Any], Any]) -> Callable[[], None]:
+    """Compile a model, or what `torch.compile` has made of one, by what `compiling` gives; return what undoes that."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         compiled, before = model, model.dynamo_ctx
-        made = torch.compile(model._orig_mod, backend=backend, dynamic=dynamic)
-        assert isinstance(made, torch._dynamo.OptimizedModule)
 
         def use(context: Any) -> None:
             compiled.dynamo_ctx = context
             compiled._initialize()
 
-        use(made.dynamo_ctx)
+        use(compiled_by)
         return lambda: use(before)
     plain, call = model, model._compiled_call_impl
-    plain.compile(backend=backend, dynamic=dynamic)
+    plain._compiled_call_impl = compiled_by(plain._call_impl)
 
     def put_back() -> None:
         plain._compiled_call_impl = call

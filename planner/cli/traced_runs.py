@@ -45,8 +45,7 @@ def import_traces(asked: Import) -> None:
             f"leave the option out"
         )
     explained = explain_run(run, profile, changes=False)
-    cuts = None if profile.cluster is None or profile.units else possible_cuts(make_problem(profile))
-    more = [*explained.doubt, *([] if cuts is None else [cuts.note])]
+    more = explained.doubt
     replace(profile, notes=(*(profile.notes or ()), *more) or None).save(asked.output)
     if printed_json(explained.to_document):
         return
@@ -82,10 +81,14 @@ def _print_lines(explained: Explanation, *more: str) -> None:
 
 
 def _profile(run: Run, job: str | None = None, step_ms: float | None = None) -> Profile:
-    if job is None:
-        return profile_of(run, ModelReference(name=model_name(run.paths[0])), step_ms=step_ms)
-    parameters, fingerprint = import_module("planner.jobs.parameters").parameters_of(job)  # which loads torch
-    return profile_of(run, ModelReference(name=job, fingerprint=fingerprint), parameters, step_ms=step_ms)
+    """Return the run's profile, whose notes have what cuts would win of one compiled graph."""
+    model, parameters = ModelReference(name=job or model_name(run.paths[0])), None
+    if job is not None:
+        parameters, fingerprint = import_module("planner.jobs.parameters").parameters_of(job)  # which loads torch
+        model = replace(model, fingerprint=fingerprint)
+    profile = profile_of(run, model, parameters, step_ms=step_ms)
+    cuts = None if profile.cluster is None or profile.units else possible_cuts(make_problem(profile))
+    return profile if cuts is None else replace(profile, notes=(*(profile.notes or ()), cuts.note))
 
 
 def _read(paths: Sequence[str]) -> Run:

@@ -40,6 +40,8 @@ class CompiledProfile(Record):
     backend: Name
     cuts: Annotated[tuple[Cut, ...], Field(max_length=MAX_CUTS)]
     """Cuts in the order in which backward comes to them: `after` rises."""
+    breaks: tuple[PositiveCount, ...] = ()
+    """Numbers of gradients, the first ones, that the uncut form has before all others: at graph breaks of its own."""
     whole_us: TimeUs | None = None
     """Forward and backward of one graph, as measured."""
     compile_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
@@ -52,12 +54,14 @@ class CompiledProfile(Record):
 
     def problem_among(self, gradients: Sequence[Gradient], path: str) -> str | None:
         """Return what is wrong with the places of cuts among the profile's gradients."""
-        for index, (before, cut) in enumerate(pairwise((0, *(cut.after for cut in self.cuts)))):
-            if not before < cut < len(gradients):
-                return (
-                    f"{path}.cuts[{index}].after: found {cut}, expected more than {before} and fewer than all "
-                    f"{len(gradients)} gradients: correct it"
-                )
+        afters = [(f"cuts[{index}].after", cut.after) for index, cut in enumerate(self.cuts)]
+        for places in (afters, [(f"breaks[{index}]", stop) for index, stop in enumerate(self.breaks)]):
+            for (_, before), (name, stop) in pairwise([("", 0), *places]):
+                if not before < stop < len(gradients):
+                    return (
+                        f"{path}.{name}: found {stop}, expected more than {before} and fewer than all {len(gradients)} "
+                        f"gradients: correct it"
+                    )
         if (twice := repeated_item([cut.module] for cut in self.cuts)) is not None:
             return f"{path}.cuts[{twice[0]}].module: found {twice[2]!r} again, expected each once: take one out"
         return None
@@ -65,6 +69,6 @@ class CompiledProfile(Record):
     def chosen(self, modules: Collection[str]) -> Self:
         """Return it with some of the cuts alone."""
         return type(self)(
-            backend=self.backend, whole_us=self.whole_us, compile_s=self.compile_s,
+            backend=self.backend, breaks=self.breaks, whole_us=self.whole_us, compile_s=self.compile_s,
             cuts=tuple(cut for cut in self.cuts if cut.module in modules),
         )  # fmt: skip

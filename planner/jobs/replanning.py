@@ -157,7 +157,8 @@ def replan(
                 measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed, from_step=plan_of_run.from_step,
                 compress=compress_of(plan_of_run) if passes == DEFAULT_PASSES else None,
             )  # fmt: skip
-            return replace(found, notes=(*found.notes, *_findings(session, everyone)))
+            found = replace(found, notes=(*found.notes, *_findings(session, everyone)))
+            return with_operators(found, plan_of_run)
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
             raise InputError(f"planner.replan: {problem}") from error
@@ -172,6 +173,19 @@ def compress_of(plan: Plan) -> str | None:
     """Return what a plan does to buckets, as the option `compress` names it; None: nothing."""
     codecs = (BY_NAME.get(bucket.compressor.name) for bucket in plan.buckets)
     return ",".join(sorted({codec.option for codec in codecs if codec is not None})) or None
+
+
+def with_operators(plan: Plan, present: Plan) -> Plan:
+    """Return a plan that says nothing of the optimizer's step, and its fallback, with the owners of operators of the
+    present one, if it has any: of what is not known nothing is changed.
+    """
+    operator = present.updates.operator if present.updates else None
+    if operator is None or not operator.owners or plan.updates is not None:
+        return plan
+    if reason_against(asked_modes(plan)[0].name, SHARED_OPERATOR) is not None:
+        return plan
+    fallback = plan.fallback and with_operators(plan.fallback, present)
+    return replace(plan, updates=UpdatePlan(operator=operator), fallback=fallback)
 
 
 def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tuple[Profile | None, RankSteps]:

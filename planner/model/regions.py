@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from planner.documents.cut_costs import MAX_CUTS, CompiledProfile, Cut
@@ -17,6 +18,10 @@ ASSUMED_CUT_US = 100.0
 """Time that a cut is assumed to add to forward, and again to backward, where that was not measured."""
 AT_ONCE = 0.95
 """Part of backward behind which a gradient is ready at its end."""
+_BLOCK = re.compile(r"((?:[^.]+\.)*?(?:[^.]*_)?)([0-9]+)\.")
+"""The first numbered module in the name of a gradient: `h.3.`, `encoder_layer_3.`."""
+MOST_LAYERS = 24
+"""Places of cuts where blocks are not known."""
 NEARLY_ALL = 0.9
 """Share of the gradients that are ready at the end of a backward that was compiled as one graph."""
 
@@ -56,10 +61,13 @@ def cut_behind(problem: Problem, buckets: Iterable[Sequence[int]]) -> Problem:
 def _in_regions(
     whole: Problem, cuts: Sequence[Cut], timed: Sequence[Gradient], modules: tuple[str, ...] | None
 ) -> Problem:
-    """Return the problem in the regions between cuts; `timed`: gradients with the times without cuts."""
+    """Return the problem in the regions between cuts and graph breaks of the model's own; `timed`: gradients with the
+    times without cuts.
+    """
     compute, gradients, start = whole.profile.compute, list(timed), 0
-    stops = {cut.after: cut.backward_us for cut in cuts} | {len(gradients): 0.0}
-    for stop, cut_us in stops.items():
+    breaks = () if compute.compiled is None else compute.compiled.breaks
+    stops = dict.fromkeys((*breaks, len(gradients)), 0.0) | {cut.after: cut.backward_us for cut in cuts}
+    for stop, cut_us in sorted(stops.items()):
         region_us = sum(gradient.backward_us for gradient in gradients[start:stop]) + cut_us
         gradients[start] = replace(gradients[start], backward_us=region_us)
         gradients[start + 1 : stop] = [replace(each, backward_us=0.0) for each in gradients[start + 1 : stop]]
@@ -89,8 +97,8 @@ def is_whole(compute: ComputeProfile) -> bool:
 
 
 def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profile | None:
-    """Return the profile with a place for a cut at each block, by the names of gradients; itself where cuts were
-    measured, None where no block is behind another.
+    """Return the profile with a place for a cut at each block by the names of gradients, or at some of the layers where
+    no name has a number; itself where cuts were measured, None where no block is behind another.
 
     Args:
         profile: where all its gradients are ready at once, backward is assumed to go by elements.
@@ -102,31 +110,38 @@ def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profi
     gradients: Sequence[Gradient] = compute.gradients
     if is_whole(compute):  # in an order that need not be that of backward
         gradients = by_elements(gradients if _from_the_back(gradients) else gradients[::-1], ())
+    found = {gradient.name: _BLOCK.match(gradient.name) for gradient in gradients}
+    numbered = any(found.values())
     blocks: dict[str, list[str]] = {}
     for gradient in gradients:
-        if (block := _block_of(gradient.name)) is not None:
-            blocks.setdefault(".".join(block), []).append(gradient.name)
+        if (block := found[gradient.name]) is not None or not numbered:
+            blocks.setdefault(gradient.layer if block is None else block[0][:-1], []).append(gradient.name)
     cuts = find_cuts(gradients, blocks) if _from_the_back(gradients) else ()
     if not cuts:
         return None
-    cuts = tuple(replace(cut, forward_us=cut_us, backward_us=cut_us) for cut in cuts[-MAX_CUTS:])
+    cuts = cuts[-MAX_CUTS:] if numbered else cuts[:: -(-len(cuts) // MOST_LAYERS)]
+    cuts = tuple(replace(cut, forward_us=cut_us, backward_us=cut_us) for cut in cuts)
     compiled = CompiledProfile(backend=ASSUMED, cuts=cuts)
     return replace(profile, compute=replace(compute, gradients=tuple(gradients), compiled=compiled))
 
 
-def _block_of(name: str) -> tuple[str, ...] | None:
-    """Return the path of the numbered module that a parameter is in; None where it is in none."""
-    *path, _ = name.split(".")
-    return next((tuple(path[: at + 1]) for at, part in enumerate(path) if part.isdecimal()), None)
-
-
 def _from_the_back(gradients: Sequence[Gradient]) -> bool:
     """Return whether the numbers of blocks never rise in the order of gradients."""
-    numbers: dict[tuple[str, ...], list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for gradient in gradients:
-        if (block := _block_of(gradient.name)) is not None:
-            numbers.setdefault(block[:-1], []).append(int(block[-1]))
+        if (block := _BLOCK.match(gradient.name)) is not None:
+            numbers.setdefault(block[1], []).append(int(block[2]))
     return all(first >= second for of in numbers.values() for first, second in pairwise(of))
+
+
+def find_breaks(gradients: Sequence[Gradient], whole: ComputeProfile) -> tuple[int, ...]:
+    """Return how many of the gradients are ready in the uncut form clearly before all others, by its graph breaks."""
+    names = [gradient.name for gradient in whole.gradients]
+    ready_us = dict(zip(names, accumulate(gradient.backward_us for gradient in whole.gradients), strict=True))
+    times_us = [ready_us.get(gradient.name, whole.backward_us) for gradient in gradients]
+    latest_us, first_us = list(accumulate(times_us, max)), list(accumulate(times_us[::-1], min))[::-1]
+    gap_us = (1.0 - AT_ONCE) * whole.backward_us
+    return tuple(at for at in range(1, len(times_us)) if latest_us[at - 1] + gap_us < first_us[at])
 
 
 def find_cuts(gradients: Sequence[Gradient], blocks: Mapping[str, Collection[str]]) -> tuple[Cut, ...]:

@@ -148,7 +148,7 @@ class PlannedSession(Session):
         Returns:
             The text, which rank 0 has printed.
         """
-        story = tuple(self._pilot.story) if self._pilot is not None else ()
+        story = (*self._pilot.story, *self._pilot.possible_cuts()) if self._pilot is not None else ()
         plan, decided = self.plan, self._pilot.decided if self._pilot is not None else None
         ddp = None if decided is None else (decided.baselines or {}).get("ddp")
         if plan.predicted is None and decided is not None and ddp is not None and ddp.buckets == len(plan.buckets):

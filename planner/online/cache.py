@@ -51,7 +51,7 @@ class Key(Record):
     accuracy: Accuracy
     allow: tuple[Name, ...] = ()
     compile: Name | None = None
-    """Backend that compiles the model in regions."""
+    """Backend that compiles the model in regions, and its arguments."""
 
     @property
     def alike(self) -> dict[str, Any]:

@@ -67,11 +67,18 @@ def in_dtype(
 
 def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], present: Plan) -> dict[int, Plan]:
     """Return plans with other cuts of a compiled graph, by the number of cuts: none, every fourth block, every second
-    one, every one. Each region has a bucket.
+    one, every one, of those at which gradients come in parts. Each region has a bucket.
     """
-    starts = {block: start for block, start in starts_of(model, blocks_of(model)).items() if start > 0}
-    blocks = sorted(starts, key=lambda block: starts[block])
+    starts = starts_of(model, blocks_of(model))
     places = {id(one): place for place, one in enumerate(model.parameters())}
+    trained = [places[id(one)] for one in parameters.values()]
+    ordered = sorted(starts, key=lambda block: starts[block])
+    ends = [*(starts[block] for block in ordered[1:]), len(places)]
+    blocks = [
+        block
+        for block, end in zip(ordered, ends, strict=True)
+        if min(trained) < starts[block] and any(starts[block] <= place < end for place in trained)
+    ]
     found: dict[int, Plan] = {}
     for every in (None, 4, 2, 1):
         cuts = () if every is None else tuple(blocks[::-1][::every][::-1])

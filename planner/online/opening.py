@@ -102,7 +102,7 @@ class Opener:
             device="cpu" if cpu else torch.cuda.get_device_name(facts.device), cores=os.cpu_count() or 0,
             torch=torch.__version__, planner=__version__, accuracy=self.planned_accuracy, allow=self.allow,
             optimizer=_class_name(self.optimizer),
-            compile=None if self.compile is None else CompileOptions.of(self.compile).name,
+            compile=None if self.compile is None else CompileOptions.of(self.compile).identity,
         )  # fmt: skip
         cache = found = other = None
         if world.rank == 0 and world.ranks > 1:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.model import scale
+from planner.decide.cut_choice import possible_cuts
 from planner.documents.profile import Contention, Profile
 from planner.documents.text import pluralize
 from planner.ir import GAIN
+from planner.model.problem import make_problem
 from planner.online.candidates import Candidates, digest_of
 from planner.online.ddp import ddp_plan, in_dtype
 from planner.online.measuring import (
@@ -43,6 +44,7 @@ from planner.online.planned_run import (
 from planner.online.trials import Trials
 from runtime.plan import Plan
 from runtime.session.session import Session
+from runtime.torch_compat import is_compiled
 
 FAR_OFF = 0.015
 """Error of a predicted step from which other numbers of buckets are tried, too: they seldom win more than 2 %."""
@@ -121,6 +123,14 @@ class Pilot:
         """Return the last plan that was decided on."""
         return self._candidates.decided
 
+    def possible_cuts(self) -> list[str]:
+        """Return what cuts of the graph would win where one was measured and is not to be cut; on rank 0."""
+        profile, asked = self._run.profile, self._run.opening.key.compile
+        if profile is None or profile.cluster is None or asked is not None or not is_compiled(self._run.session.model):
+            return []
+        choice = possible_cuts(make_problem(profile))
+        return [] if choice is None else [choice.note]
+
     def step_done(self) -> Plan | None:
         """Return the plan of the next step; see `runtime.session.session.Director`."""
         return next(self._course, None)
@@ -134,10 +144,10 @@ class Pilot:
         run = self._run
         reference_us = None
         if run.opening.remembered is None:
+            first_us = self._took_us() if self._trials.tries_cuts else 0.0
             run.switch(self._ddp_in_order())
-            begun_s = time.perf_counter()
             yield from run.wait(1)
-            run.compile_us = (time.perf_counter() - begun_s) * 1e6 if self._trials.tries_cuts else 0.0
+            run.compile_us = max(0.0, first_us - self._took_us()) if self._trials.tries_cuts else 0.0
             if run.opening.way == "off":
                 return
             if run.opening.way == "auto" and run.opening.measured_on is not None:
@@ -152,6 +162,12 @@ class Pilot:
                 yield from self._plan()
             reference_us = None
         yield from run.wait(1)  # back to the present plan, where a trial was the last thing that happened
+
+    def _took_us(self) -> float:
+        """Return the time of the last step on this rank, from its first forward to the last average; 0: not known."""
+        step, clock = self._run.session._recorder.steps[-1], self._run.session._recorder.clock
+        begun = step.micro_batches[0][0] if step.micro_batches else step.forward
+        return 0.0 if begun is None else clock.between_us(begun, step.end)
 
     def _ddp_in_order(self) -> Plan:
         """Return DDP's buckets in the order in which gradients became ready on rank 0, as DDP does after a step."""
@@ -189,13 +205,31 @@ class Pilot:
             yield from self._trials.try_plan(plan)
 
     def _plan(self) -> Steps[None]:
-        """Improve the plan; where other cuts of a compiled graph are faster, once more with these."""
+        """Improve the plan; where other cuts of a compiled graph are faster, once more with these.
+
+        Cuts are tried with exact plans, whose steps are whole: where the run keeps another kind, from the exact plan
+        behind it, or DDP's buckets.
+        """
         yield from self._improve()
         run = self._run
         if not self._trials.tries_cuts or run.opening.way != "auto":
             return
-        if run.present.accuracy == "exact" and not run.present.sharded and (yield from self._trials.try_cuts()):
+        run.take_guarded()
+        kept, ratios = run.present, (run.ratio, run.exact_ratio)
+        run.make_exact()
+        if (exact := run.present).sharded:
+            plain = ddp_plan(run.session._parameters, exact.gradients, exact.model, exact.world)
+            run.switch(replace(plain, cuts=exact.cuts))
+            run.ratio = run.exact_ratio = 1.0
+        begun = run.present
+        if (yield from self._trials.try_cuts()):
             yield from self._improve()
+            if kept is not begun:
+                yield from self._trials.try_plan(kept)
+        elif kept is not begun:
+            run.switch(kept)
+            run.ratio, run.exact_ratio = ratios
+            yield from run.wait(WARM_UP_STEPS)
         run.doing = None
         run.remember()
 

@@ -80,6 +80,8 @@ class PlannedRun:
         """The same of the last exact plan."""
         self._planned: dict[tuple[str, ...], CompressorSpec] = {}
         """Gradients of each bucket that the guard sends otherwise → its planned form."""
+        self.too_far = False
+        """Whether the guard has ended outer steps: no later plan has any."""
         self.has_changed = False
         """Whether a trial has ended with another plan."""
 

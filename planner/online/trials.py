@@ -136,12 +136,16 @@ class Trials:
         """
         run, self._tried_cuts = self._run, True
         model, before = run.session.model, run.present.cuts
+        cuts = default_cuts(model) if before is None else before
         plans = region_plans(model, run.session._parameters, run.present)
-        plans = {count: with_operators(plan, run.present) for count, plan in plans.items()}
-        present = len(default_cuts(model) if before is None else before)
-        plans.pop(present, None)
-        counts = climb(dict.fromkeys(plans, 1.0), present, 0.0)
-        yield from self._climb(plans, counts, "other cuts of the compiled graph are tried", compiles=True)
+        plans = {count: with_operators(plan, run.present) for count, plan in plans.items() if plan.cuts != cuts}
+
+        def counts() -> Generator[int, bool, None]:
+            if len(cuts) in plans:  # as many, elsewhere
+                yield len(cuts)
+            yield from climb(dict.fromkeys(plans, 1.0), len(cuts), 0.0)
+
+        yield from self._climb(plans, counts(), "other cuts of the compiled graph are tried", compiles=True)
         return run.present.cuts != before
 
     def _climb(

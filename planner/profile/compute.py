@@ -237,13 +237,14 @@ def measure_compute(training: Training, bench: Bench, phases: Phases) -> list[Ra
     return min(found, key=spread_of)
 
 
-def measure_again(training: Training, bench: Bench) -> list[RankTimes]:
-    """Return every rank's times of a few steps, after a warm-up: of a form of the model to compare with another."""
+def measure_again(training: Training, bench: Bench, steps: int) -> list[RankTimes]:
+    """Return every rank's times of a few steps, a part of which warm up: of a form of the model."""
     runner = StepRunner(training, bench, _make_communicator(bench, training))
     try:
-        for _ in range(WARM_UP_STEPS):
+        warm_up = min(WARM_UP_STEPS, steps // 3)
+        for _ in range(warm_up):
             runner.run()
-        marks = [runner.run() for _ in range(2 * MIN_REPEATS)]
+        marks = [runner.run() for _ in range(steps - warm_up)]
         mine = rank_times(marks, runner.session.plan.gradients, runner.clock)
         return bench.world.gather(mine, "comparing times of another form of the step")
     finally:

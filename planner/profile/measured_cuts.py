@@ -19,10 +19,10 @@ import torch
 from planner.documents.cut_costs import CompiledProfile, Cut
 from planner.documents.profile import ComputeProfile
 from planner.documents.text import ms, pluralize
-from planner.model.regions import find_cuts
+from planner.model.regions import find_breaks, find_cuts
 from planner.profile.bench import Bench
 from planner.profile.compute import Training, combine, measure_again
-from planner.profile.request import Phases
+from planner.profile.request import CUTS, Phases
 from runtime.core.compiled import CompiledModel, CompileOptions, blocks_of, modules_by_name
 from runtime.plan.names import canonical_name
 
@@ -31,7 +31,9 @@ MOST_CUTS = 48
 COMPILING_STEPS = 2
 """Steps in which graphs are compiled."""
 ROUNDS = 2
-"""Times that one graph, groups of cuts and all cuts are measured, interleaved."""
+"""Most times that one graph, groups of cuts and all cuts are measured, interleaved."""
+FEWEST_STEPS, ENOUGH_STEPS, MOST_STEPS = 3, 8, 13
+"""Steps of a form each time: the fewest, those from which groups of cuts are measured, and the most."""
 MOST_GROUPS, MOST_COMPILE_S = 3, 60.0
 """Groups of cuts that are measured by themselves, and the seconds of compiling one graph above which none is."""
 TIMES = ("forward_us", "backward_us")
@@ -44,6 +46,8 @@ class Regions:
     compiled: CompiledModel
     blocks: tuple[str, ...]
     backend: str
+    compile_s: float = 0.0
+    """Seconds of compiling with all cuts."""
 
     def cut(self, training: Training, blocks: Sequence[str]) -> float:
         """Compile the model anew, and return the seconds of its first steps."""
@@ -64,8 +68,7 @@ def regions_of(training: Training) -> Iterator[Regions | None]:
     chosen = tuple(blocks[:: -(-len(blocks) // MOST_CUTS) or 1])
     regions = Regions(compiled, chosen, CompileOptions.of(training.compile).name)
     try:
-        regions.cut(training, chosen)
-        yield regions
+        yield replace(regions, compile_s=regions.cut(training, chosen))
     finally:
         compiled.remove()
 
@@ -75,22 +78,40 @@ def with_costs(
 ) -> ComputeProfile:
     """Return the times of a step that was measured with all cuts as those of one without, and what each cut costs.
 
+    Where steps are long only one graph is measured, once; groups of cuts where there is time for all of them.
+
     Args:
         found: the times with all cuts.
         training, bench: the step and its ranks; all of them call it.
-        phases: reports what is done.
+        phases: has the time for this, which compiling is no part of, and reports what is done.
         regions: the cuts. Afterwards the model is compiled with them again.
     """
-    compile_s = regions.cut(training, ())
-    compile_s = max(bench.world.gather(compile_s, "comparing times of compiling"))
+    allowed_s, compile_s = phases.begin(CUTS, bench.world), [regions.compile_s]
+
+    def compiled(blocks: Sequence[str]) -> None:
+        compile_s.append(max(bench.world.gather(regions.cut(training, blocks), "comparing times of compiling")))
+        phases.leave_out(compile_s[-1])
+
+    compiled(())
     cuts = find_cuts(found.gradients, _parameters_of(training, regions.blocks))
-    groups = _groups(training, cuts) if compile_s < MOST_COMPILE_S else [cuts]
-    forms = [(), *(tuple(cut.module for cut in group) for group in groups if group is not cuts), regions.blocks]
+    steps, groups = allowed_s * 1e6 / max(found.step_us, 1.0), _groups(training, cuts)
+    if compile_s[-1] >= MOST_COMPILE_S or steps < ROUNDS * (2 + len(groups)) * ENOUGH_STEPS:
+        groups = [cuts]
+    alone = [tuple(cut.module for cut in group) for group in groups if group is not cuts]
+    forms = [(), *alone, regions.blocks] if steps >= 2 * FEWEST_STEPS else [()]
+    for blocks in alone:
+        compiled(blocks)
+    each = min(MOST_STEPS, max(FEWEST_STEPS, int(steps / (ROUNDS * len(forms)))))
     measured: list[list[ComputeProfile]] = [[] for _ in forms]
-    for _ in range(ROUNDS):  # interleaved: the machine may be slower for a while
-        for blocks, times in zip(forms, measured, strict=True):
-            regions.cut(training, blocks)
-            times.append(combine(measure_again(training, bench), training.parameters))
+    begun_s, spent_s, rounds = time.perf_counter(), 0.0, 0
+    while rounds < ROUNDS and (rounds + 1) * spent_s <= rounds * allowed_s:
+        for blocks, times in zip(forms, measured, strict=True):  # interleaved: the machine may be slower for a while
+            regions.compiled.cut(blocks)
+            times.append(combine(measure_again(training, bench, each), training.parameters))
+        rounds += 1
+        spent_s = max(bench.world.gather(time.perf_counter() - begun_s, "comparing clocks"))
+    regions.compiled.cut(regions.blocks)
+    measured += [[found]] * (len(forms) == 1)
     forwards_us, backwards_us = ([fmean(getattr(one, name) for one in form) for form in measured] for name in TIMES)
     counts = [len(group) for group in groups]
     costs = zip(groups, cut_costs(forwards_us, counts), cut_costs(backwards_us, counts), strict=True)
@@ -102,7 +123,8 @@ def with_costs(
     whole_us = forwards_us[0] + backwards_us[0]
     phases.say(
         f"{pluralize(len(cuts), 'cut')} of the graph: forward and backward take "
-        f"{ms(forwards_us[-1] + backwards_us[-1])}, those of one graph {ms(whole_us)}"
+        f"{ms(forwards_us[-1] + backwards_us[-1])}, those of one graph {ms(whole_us)}; compiling took "
+        f"{sum(compile_s):.0f} s, which is no part of the budget"
     )
     gradients = list(found.gradients)
     for cut in cuts:  # the region that the cut ends has paid for it
@@ -117,8 +139,9 @@ def with_costs(
         compiled=CompiledProfile(
             backend=regions.backend,
             cuts=cuts,
+            breaks=find_breaks(gradients, measured[0][-1]),
             whole_us=round(whole_us, 3),
-            compile_s=round(compile_s, 3),
+            compile_s=round(sum(compile_s), 3),
         ),
     )
 

@@ -83,6 +83,7 @@ class Measuring:
         )
         if with_operator(training.optimizer):
             mine = mine.with_operator(bench.world.ranks)
+        mine = replace(mine, cuts=mine.step and training.compile is not None)
         self._wanted: Wanted = bench.world.gather(mine, "agreeing on what to measure")[0]
         self._phases = Phases(self._wanted.phases, request.budget_s, first=bench.world.rank == 0)
         if not self._wanted.phases:

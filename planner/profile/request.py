@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("planner.profile")
 
 BUDGET_S = 60.0
-"""Default seconds that a profile may take beyond its first steps."""
+"""Default seconds that a profile may take beyond its first steps and compiling."""
 SHORTEST_S, LONGEST_S = 5.0, 24 * 3600.0
 """Bounds of that budget."""
 LEAST_S = 2.0
@@ -36,6 +36,7 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_ga
 NARROW_SUMS = (TWO_SHOT.algorithm, NATIVE.algorithm)
 
 REPEATS = "steps again, where they differ much"
+CUTS = "cuts of a compiled graph"
 LAYERS = "layers of the model"
 NORMS = "norms of layers"
 OPERATORS = "operators of matrices"
@@ -115,6 +116,8 @@ class Wanted:
 
     step: bool = True
     """The step itself and its layers."""
+    cuts: bool = False
+    """Cuts of a compiled graph."""
     norms: bool = False
     operator: bool = False
     flat: tuple[str, ...] = ()
@@ -177,6 +180,7 @@ class Wanted:
         flat, apart = curves(self.flat), len(self.inside) + len(self.between)
         phases = [
             (self.step, REPEATS, 15.0),
+            (self.cuts, CUTS, 25.0),
             (self.norms, NORMS, 3.0),
             (self.operator, OPERATORS, 5.0),
             (flat, FLAT, CURVE_S * flat),
@@ -215,6 +219,11 @@ class Phases:
         all_s = sum(max(LEAST_S, share * each.most_s) for each in rest)
         self.say(f"{text}; {all_s:.0f} s with all that follows" if len(rest) > 1 else text)
         return allowed_s
+
+    def leave_out(self, seconds: float) -> None:
+        """Let time that was spent since the first phase began not count; every rank of the world calls it alike."""
+        if self._began_s is not None:
+            self._began_s += seconds
 
     def say(self, text: str) -> None:
         """Log a line on the first rank."""

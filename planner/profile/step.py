@@ -24,7 +24,7 @@ from runtime.checks.optimizer import check_steps
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World, bounded_timeout_s
-from runtime.core.compiled import check_compile
+from runtime.core.compiled import CompileOptions, check_compile
 from runtime.core.options import CompileArgument
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
@@ -68,7 +68,7 @@ def profile_step(
         accuracy: the riskiest class of plans that are to be decided from it: `bounded` also measures gathers and the
             costs of selecting elements, `relaxed` also those of delayed updates.
         add_to: a profile of this model on these ranks, or its path, to which only what it lacks is added.
-        budget_s: seconds that it may take beyond its first steps, which are at most ten if steps are long.
+        budget_s: seconds that it may take beyond compiling and its first steps, at most ten if steps are long.
         timeout_s: deadline of every wait for other ranks. Default: 300 s until the step has been measured and while it
             is traced; 20 steps, at least 30 s, while collectives are timed (see `deadline_s`).
         compile: as for `planner.attach`: the model is compiled, and what cuts of its graph cost is measured.
@@ -143,7 +143,7 @@ def measure(
             emulation=emulation.spec if emulation else None,
         )
         # What is added to a profile has to be measured of its model, in its world.
-        wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
+        wrong = None if request.add_to is None else _incompatibility(request.add_to, training, described)
         refuse_alike(world.gather(wrong, "comparing profiles"))
         measuring = Measuring(training, Bench(world, device, progress or Progress()), nodes, request)
         with preserved(model, each_of(training.optimizer)), regions_of(training) as regions:
@@ -203,16 +203,23 @@ def refuse_alike(problems: Sequence[str | None]) -> None:
         raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(first.items())))
 
 
-def _incompatibility(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:
+def _incompatibility(known: Profile, training: Training, here: ProfileWorld) -> str | None:
     """Return the reason why nothing can be added to a profile here."""
     hint = "profile anew, with none to add to"
-    if known.model.fingerprint != model_fingerprint(model):
+    if known.model.fingerprint != model_fingerprint(training.model):
         return (
             f"the profile to add to is of another model ({known.model.name}), by the names, shapes and dtypes of "
             f"trainable parameters; {hint}"
         )
     if known.cluster is None:
         return f"the profile to add to has no cluster; expected one that `planner profile` has measured: {hint}"
+    before = None if known.compute.compiled is None else known.compute.compiled.backend
+    compiled = None if training.compile is None else CompileOptions.of(training.compile).name
+    if before != compiled:
+        return (
+            f"the profile to add to was measured with compile={before!r}, found compile={compiled!r}, whose times and "
+            f"cuts are others; pass {before!r}, or {hint}"
+        )
     for field in ("ranks", "nodes", "backend", "device", "emulation"):
         before, now = getattr(known.world, field), getattr(here, field)
         if before != now:

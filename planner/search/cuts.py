@@ -36,30 +36,36 @@ class _Label:
 def best_cuts(problem: Problem, most: int = MOST_CUTS) -> list[tuple[float, tuple[str, ...]]]:
     """Return, by the number of cuts from 0, (end of the last message, modules) of the best choice.
 
-    The end is in microseconds from the start of forward; modules are in the order of backward.
+    The end is in microseconds from the start of forward; modules are in the order of backward. Graph breaks of the
+    model's own may end regions, too, and cost nothing.
     """
     compiled = problem.profile.compute.compiled
-    cuts = () if compiled is None else compiled.cuts
-    stops = (0, *(cut.after for cut in cuts), problem.count)
+    breaks = {0} if compiled is None else {0, *compiled.breaks}
+    cuts = {} if compiled is None else {cut.after: cut for cut in compiled.cuts if cut.after not in breaks}
+    stops = (*sorted(breaks | cuts.keys()), problem.count)
     ready_us = np.array([problem.forward_us, *problem.ready_us.tolist()])[list(stops)]
     sent_us = _message_times(problem, stops)
     last = len(stops) - 1
     fronts: list[list[_Label]] = [[] for _ in stops]
     fronts[0] = [_Label(problem.forward_us, 0.0, 0)]
     found: list[tuple[float, tuple[str, ...]]] = []
+
+    def extended(stop: int, backward_us: float = 0.0, forward_us: float = 0.0) -> list[_Label]:
+        labels = (label for front in fronts[:stop] for label in front)
+        return [_extended(label, ready_us, sent_us, stop, backward_us, forward_us) for label in labels]
+
     for _ in range(min(most, len(cuts)) + 1):
-        ended = _front([_extended(label, ready_us, sent_us, last) for front in fronts for label in front])
-        if ended:
+        for stop in range(1, last):
+            if stops[stop] in breaks:
+                fronts[stop] = _front(extended(stop))
+        if ended := _front(extended(last)):
             best = min(ended, key=lambda label: label.end_us)
-            found.append((best.end_us, tuple(cuts[stop - 1].module for stop in _path(best.before))))
+            path = [cuts[stops[stop]].module for stop in _path(best.before) if stops[stop] in cuts]
+            found.append((best.end_us, tuple(path)))
         following: list[list[_Label]] = [[] for _ in stops]
-        for stop, cut in enumerate(cuts, start=1):
-            labels = [
-                _extended(label, ready_us, sent_us, stop, cut.backward_us, cut.forward_us)
-                for front in fronts[:stop]
-                for label in front
-            ]
-            following[stop] = _front(labels)
+        for stop in range(1, last):
+            if (cut := cuts.get(stops[stop])) is not None:
+                following[stop] = _front(extended(stop, cut.backward_us, cut.forward_us))
         fronts = following
     return found
 

@@ -70,7 +70,7 @@ def profile_of(
         optimizer=_optimizer(run.optimizer),
     )  # fmt: skip
     if is_whole(compute):
-        how = "" if parameters else "; import it with --job, and what cuts of its graph would win is predicted"
+        how = "" if parameters else "; import it with --job, and cuts are predicted at its blocks"
         notes.append(f"{WHOLE}: nothing can be hidden{how}")
     units = units_of(chosen, ordered, gradients, run.ranks, update_us)
     if units is not None:

@@ -7,6 +7,7 @@ each region gradients come region by region, and their buckets are sent while ba
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from runtime.plan.names import canonical_name
 from runtime.torch_compat import (
     compile_split,
     compiled_parts,
+    compiling,
     find_backend,
+    functions_given_up,
     inductor_settings,
     is_autograd_compiled,
     is_compiled,
@@ -29,7 +32,7 @@ from runtime.torch_compat import (
     recompile,
 )
 
-INDUCTOR = "inductor"
+INDUCTOR, CUDA_GRAPHS = "inductor", "cudagraphs"
 FIRST_BYTES, LATER_BYTES = 1 << 20, 25 << 20
 """Limits of DistributedDataParallel's buckets, at which it cuts graphs: of the first one in backward, and of others."""
 HINT = 'pass compile="inductor", or keyword arguments of torch.compile'
@@ -56,14 +59,25 @@ class CompileOptions:
                 f"compile: found {unknown!r}, expected some of {', '.join(cls.__dataclass_fields__)}; leave it out"
             )
         made = cls(**given)
+        if made.dynamic not in (None, True, False):
+            raise InputError(f"compile: found dynamic={made.dynamic!r}, expected True, False or None; correct it")
         if made.backend != INDUCTOR and (made.mode is not None or made.options is not None):
             raise InputError(
-                f"compile: found mode or options with the backend {made.backend!r}, expected them with inductor alone"
+                f"compile: found mode or options with the backend {made.backend!r}, expected them with inductor alone; "
+                f"leave them out, or the backend"
             )
-        if made.settings.get("triton.cudagraphs"):
+        try:
+            settings = made.settings
+        except Exception as error:  # torch's, of a class for each mistake
             raise InputError(
-                f"compile: found CUDA graphs (mode {made.mode!r}), whose gradients lie in memory that the next replay "
-                f"overwrites; expected a mode without: leave it out, or take max-autotune-no-cudagraphs"
+                f"compile: found mode {made.mode!r} and options {made.options!r}, expected inductor's "
+                f"({str(error).partition(', known options')[0]}); correct them, or leave them out"
+            ) from None
+        if made.backend == CUDA_GRAPHS or settings.get("triton.cudagraphs"):
+            raise InputError(
+                f"compile: found CUDA graphs (backend {made.backend!r}, mode {made.mode!r}), whose gradients lie in "
+                f"memory that the next replay overwrites; expected none: take inductor with max-autotune-no-cudagraphs "
+                f"or no mode, and torch._inductor.config.triton.cudagraphs = False"
             )
         made.compiler()
         return made
@@ -74,6 +88,11 @@ class CompileOptions:
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "own")
 
     @property
+    def identity(self) -> str:
+        """Return what distinguishes these arguments from others, in other processes, too."""
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Return inductor's settings by mode and options."""
         return inductor_settings(self.mode, self.options) if self.backend == INDUCTOR else {}
@@ -82,7 +101,10 @@ class CompileOptions:
         """Return the function that compiles a graph. Raises InputError where no backend has that name."""
         found = find_backend(self.backend)
         if found is None:
-            raise InputError(f"compile: found the backend {self.backend!r}, expected one that torch.compile knows")
+            raise InputError(
+                f"compile: found the backend {self.backend!r}, expected one that torch.compile knows; take a name of "
+                f"torch.compiler.list_backends(), or a function"
+            )
         settings = self.settings
         return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
 
@@ -159,19 +181,18 @@ def starts_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
 
 
 def report_regions(
-    model: nn.Module, argument: CompileArgument | None, cuts: Sequence[str] | None, wait_us: float
+    model: nn.Module, compiled: CompiledModel | None, cuts: Sequence[str] | None, wait_us: float
 ) -> str | None:
     """Return in how many regions a model is compiled, or what cuts would win; None where it is not compiled.
 
     Args:
         model: as attached.
-        argument: `compile` of `attach`.
+        compiled: its regions, where `attach` has compiled it.
         cuts: the plan's.
         wait_us: time of a step in which it waits for messages.
     """
-    if argument is not None:
-        regions = 1 + len(default_cuts(model) if cuts is None else cuts)
-        return f"compiled by {CompileOptions.of(argument).name} in {regions} region{'s' * (regions > 1)}"
+    if compiled is not None:
+        return compiled.report()
     if cuts:
         return f"the plan has {len(cuts)} cuts of the compiled graph, which are not executed: attach with compile="
     if not is_compiled(model) or compiled_parts(model):
@@ -182,48 +203,73 @@ def report_regions(
     )
 
 
+@dataclass(frozen=True)
+class _Form:
+    """A model in the regions that begin at some modules; holds nothing of the model."""
+
+    cuts: tuple[str, ...]
+    backend: CutBackend
+    compile: Callable[[Any], Any]
+
+
 class CompiledModel:
     """Compiles a model, or what `torch.compile` has made of one, in regions, until `remove`."""
 
     def __init__(self, model: nn.Module, argument: CompileArgument) -> None:
         self._model, self._options = model, CompileOptions.of(argument)
         self._restore: Callable[[], None] | None = None
-        self._cuts: tuple[str, ...] | None = None
+        self._form: _Form | None = None
+        self._given_up = functions_given_up()
 
     def around(self, wrapped: nn.Module) -> nn.Module:
         """Return what `torch.compile` makes of DDP around the model, whose graph torch cuts at DDP's buckets."""
-        backend = self._backend(None)
-        return cast(nn.Module, torch.compile(wrapped, backend=backend, dynamic=self._options.dynamic))
+        return cast(nn.Module, self._form_of((), getattr(wrapped, "bucket_bytes_cap", None)).compile(wrapped))
 
     def cut(self, cuts: Sequence[str] | None) -> None:
         """Compile the model anew, from its next forward on, with a region that begins at each of these modules.
 
         Where graphs were compiled for these cuts before, they are used again.
         """
-        names = tuple(default_cuts(self._model) if cuts is None else cuts)
-        if names == self._cuts:
+        form = self._form_of(tuple(default_cuts(self._model) if cuts is None else cuts))
+        if self._restore is not None and form is self._form:
             return
         self.remove()
-        self._cuts = names
-        self._restore = recompile(self._model, backend=self._backend(names), dynamic=self._options.dynamic)
+        self._form, self._restore = form, recompile(self._model, form.compile)
 
-    def _backend(self, cuts: tuple[str, ...] | None) -> Callable[..., Any]:
-        """Return the backend of these cuts; None: that of DDP's own."""
-        # By these torch looks compiled graphs up: one for each form of a model, in all sessions that it has.
-        known = _backends.setdefault(self._model, {})
-        if (form := (repr(self._options), cuts)) not in known:
+    def _form_of(self, cuts: tuple[str, ...], ddp_bytes: int | None = None) -> _Form:
+        """Return the model's form with these cuts; `ddp_bytes`: with DDP's own, at buckets of this size."""
+        # One in all sessions that the model has: torch looks compiled graphs up by it. DDP's bucket size is no guard.
+        known = _forms.setdefault(self._model, {})
+        if (key := (repr(self._options), cuts, ddp_bytes)) not in known:
             modules = modules_by_name(self._model)
-            known[form] = CutBackend([modules[name] for name in cuts or ()], self._options.compiler())
-        return known[form]
+            backend = CutBackend([modules[name] for name in cuts], self._options.compiler())
+            known[key] = _Form(cuts, backend, compiling(backend, self._options.dynamic))
+        return known[key]
+
+    def report(self) -> str:
+        """Return in how many regions the model is compiled, and what torch has given up to compile since."""
+        form = self._form
+        if form is None or form.backend.begun is None:
+            return f"compiled by {self._options.name}: no graph so far; torch compiles none of a bare nn.Sequential"
+        regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
+        text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
+        if missing > 0:
+            text += f"; {missing} of {len(form.cuts)} cuts made none: no graph has a forward of those modules alone"
+        if (given_up := functions_given_up() - self._given_up) > 0:
+            text += (
+                f"; {given_up} function{'s' * (given_up > 1)} ran into torch._dynamo.config.recompile_limit, and what "
+                f"was not compiled by then runs eagerly: raise it, or give batches fewer shapes"
+            )
+        return text
 
     def remove(self) -> None:
         """Compile the model no more; a model that was compiled is as before."""
-        restore, self._restore, self._cuts = self._restore, None, None
+        restore, self._restore = self._restore, None
         if restore is not None:
             restore()
 
 
-_backends: weakref.WeakKeyDictionary[nn.Module, dict[Any, CutBackend]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Form]] = weakref.WeakKeyDictionary()
 
 
 class CutBackend:
@@ -236,6 +282,8 @@ class CutBackend:
     def __init__(self, cuts: Sequence[nn.Module], compiler: Callable[..., Any]) -> None:
         self._cuts = frozenset(map(id, cuts))
         self._compiler = compiler
+        self.begun: set[int] | None = None
+        """Modules that a region began with, in graphs of any shape, by id; None: nothing was compiled yet."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         regions = self.regions(graph)
@@ -246,13 +294,15 @@ class CutBackend:
 
     def regions(self, graph: torch.fx.GraphModule) -> dict[torch.fx.Node, int]:
         """Return the region of each node, numbered in the order of forward."""
-        region, begun, computed = 0, set[int](), False
+        region, begun, firsts, computed = 0, set[int](), set[int](), False
         regions: dict[torch.fx.Node, int] = {}
         for node in graph.graph.nodes:
             if node.op not in ("placeholder", "output", "get_attr"):
                 new = (self._cuts & modules_of_node(graph, node)) - begun
                 begun |= new
+                firsts.update(sorted(new)[:1])  # of modules inside each other one
                 region += bool(new) and computed  # nothing precedes the first operation
                 computed = True
             regions[node] = region
+        self.begun = firsts | (self.begun or set())
         return regions

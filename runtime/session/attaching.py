@@ -143,6 +143,8 @@ def attach_as(
     world = World.join(group, *deadlines(timeout_s, group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
         facts, found = check_attach(model, optimizer, whole, options, world, attached)
+        if given is not None and not (problem or found):
+            facts = replace(facts, holders=holders_of(given, optimizer, facts.parameters))
         everyone = compare_ranks(world, model, facts, whole, problem or found, options)
         if given is None:
             assert isinstance(plan, PlanToMake)  # else its file was refused

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runtime.checks.attach import check_executable
 from runtime.checks.modes import asked_modes, make_mode
-from runtime.checks.optimizer import warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import holders_of, warn_of_cost, warn_of_selection
 from runtime.checks.plan import check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
@@ -609,7 +609,7 @@ class Session:
         plan = mode.plan if mode.predicted else replace(mode.synchronous_plan, predicted=None)
         report = make_report(plan, self._recorder, self._world, self.samples, mode.sends, in_run=in_run)
         found = self._monitor.arrivals
-        compiled = report_regions(self.model, self._options.compile, plan.cuts, report.wait_us)
+        compiled = report_regions(self.model, self._compiled, plan.cuts, report.wait_us)
         shared: dict[str, Any] = {
             "compiled": compiled,
             "norms": self._norms.report(),
@@ -640,8 +640,8 @@ class Session:
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
         rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
-        with a delay its part of the global weights and momenta, and its own weights (`delay`), one in phases its `step`
-        and `phase`.
+        with a delay its part of the global weights and momenta, and its own weights (`delay`), one with outer steps
+        these and its optimizers' state (`outer`), one in phases its `step` and `phase`.
         """
         named: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self._world.ranks}
         if isinstance(self._director, Phases):
@@ -697,6 +697,8 @@ class Session:
         phases = self._director
         if isinstance(phases, Phases) and (index := phases.saved_in(state)) != phases.index:
             self._begin_phase(phases, index)
+        if isinstance(self._mode, Synchronous):
+            state = as_synchronous(state, self._host)
         self.step = self._mode.load(state)
         first = state if isinstance(state, dict) else state[0]
         self._weights.load(first)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from interplay_harness import SGD, Side, compare, outcome, ranks_agree, told
+from interplay_harness import SGD, Chain, Side, compare, outcome, ranks_agree, told
 from session_checks import plan_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import runtime
-from runtime.core.compiled import CutBackend
+from runtime.core.compiled import CompiledModel, CutBackend
 from runtime.errors import PlanMismatch
 from runtime.torch_compat import find_backend
 
@@ -25,7 +25,7 @@ CUTS = ("blocks.1", "head")
 
 
 class Blocks(nn.Module):
-    """A list of blocks; with activation checkpoints, or with a graph break in each."""
+    """A list of blocks; with activation checkpoints, or with a graph break behind them."""
 
     def __init__(self, *, checkpoints: bool = False, breaks: bool = False) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Blocks(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-            if self.breaks:
-                torch._dynamo.graph_break()
+        if self.breaks:  # in the loop torch would compile nothing
+            torch._dynamo.graph_break()
         result: Tensor = self.head(x)
         return result
 
@@ -135,6 +135,47 @@ def switched() -> dict[str, bool]:
     _train(side, lambda _: 5)
     results["says what cuts would win"] = "cuts could hide up to" in str(side.session.report())
     side.close()
+    return results | _ddp_sizes()
+
+
+def _ddp_sizes() -> dict[str, bool]:
+    """Whether graphs of DDP around one model are cut anew where its buckets have another size."""
+    made, compiled = Chain(*(nn.Linear(512, 512) for _ in range(4))), list[int]()
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled[-1] += 1
+        return graph.forward
+
+    for cap_mib in (1, 50):
+        compiled.append(0)
+        ddp = DistributedDataParallel(made, bucket_cap_mb=cap_mib)
+        CompiledModel(made, {"backend": count}).around(ddp)(torch.ones(2, 512))
+    return {f"regions of DDP: {compiled}": compiled[0] > compiled[1] > 0}
+
+
+def foreign() -> dict[str, bool]:
+    """GPT-2 of transformers: tied weights, dropout, an output that is a dataclass."""
+    from foreign_jobs import gpt2, tokens
+
+    outcomes, cuts = [], ("transformer.h.1",)
+    for planned in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        job = gpt2()
+        side = Side(job.model, job.model, SGD(job.model.parameters()), None)
+        if planned:
+            plan = plan_of(job.model, 9, cuts=cuts)
+            side.session = runtime.attach(job.model, side.optimizer, plan, timeout_s=60, compile="eager")
+        else:
+            side.forward = DistributedDataParallel(job.model)
+            _cut(side, cuts, "eager")
+        for step in range(STEPS):
+            side.optimizer.zero_grad()
+            job.loss(side.forward, tokens(step, torch.distributed.get_rank())).backward()
+            side.optimizer.step()
+        outcomes.append(outcome(side))
+    results = compare(*outcomes) | {"report": side.session is not None and "in 2 regions" in str(side.session.report())}
+    side.close()
     return results
 
 
@@ -173,6 +214,7 @@ CUT_CHECKS: dict[str, Callable[[], Any]] = {
     "shapes": partial(cut, changing=True),
     "checkpoints": partial(cut, checkpoints=True),
     "breaks": partial(cut, breaks=True),
+    "foreign": foreign,
     "switched": switched,
     "refused": refused,
 }

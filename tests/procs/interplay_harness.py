@@ -48,6 +48,16 @@ class Side:
             self.session.detach()
 
 
+class Chain(nn.Sequential):
+    """Has a forward of its own: of `nn.Sequential` itself torch compiles nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 def mlp() -> nn.Sequential:
     """Three linear layers, the same on every rank."""
     torch.manual_seed(0)

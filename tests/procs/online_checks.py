@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from drift_checks import DELAY_S, linked, model, profile_of
 from export_checks import MODELS
-from interplay_harness import SGD, Side, compare, loss_of, mlp, outcome, ranks_agree, steps, told, with_ddp
+from interplay_harness import SGD, Chain, Side, compare, loss_of, mlp, outcome, ranks_agree, steps, told, with_ddp
 from step_checks import raised
 from torch import nn
 from torch.futures import Future
@@ -148,6 +149,12 @@ def switch_inside() -> dict[str, bool]:
     return results
 
 
+def _slowly(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+    """Compile nothing."""
+    time.sleep(0.4)
+    return graph.forward
+
+
 def cuts_of_a_compiled_model() -> dict[str, bool]:
     """Other cuts are tried after bucket sizes; the buckets that follow keep the cuts, and so does the cache."""
     reference = with_ddp(mlp())
@@ -157,7 +164,7 @@ def cuts_of_a_compiled_model() -> dict[str, bool]:
     results = {}
     for good in (True, False):
         with hurried(good, COMPILE_BUDGET=1e9):
-            side = online(drift=False, compile="aot_eager")
+            side = online(Chain(*mlp()), drift=False, compile="aot_eager")
             session = session_of(side)
             steps(side, range(300))
             story = session._pilot.story if session._pilot else []
@@ -169,12 +176,26 @@ def cuts_of_a_compiled_model() -> dict[str, bool]:
             )
             results[f"{good}: alike"] = ranks_agree((kept.digest(), story))
             side.close()
-            again = online(drift=False, compile="aot_eager")
+            again = online(Chain(*mlp()), drift=False, compile="aot_eager")
             results[f"{good}: remembered"] = session_of(again).plan.cuts == cuts
             again.close()
             plain = online(drift=False)
             results[f"{good}: not where nothing is compiled"] = session_of(plain).plan.cuts is None
             plain.close()
+    with hurried():
+        side = online(Chain(*mlp()), drift=False, compile={"backend": _slowly})
+        steps(side, range(3))
+        planning = session_of(side)._pilot
+        results["compiling was in the first step"] = planning is not None and planning._run.compile_us > 2e5
+        side.close()
+    with hurried(COMPILE_BUDGET=1e9, GAIN=-1e9):  # 8 bits are tried at once, and stay
+        side = online(Chain(*mlp()), drift=False, compile="eager", accuracy="bounded")
+        steps(side, range(200))
+        planning = session_of(side)._pilot
+        results[f"bounded: {planning and planning.story}"] = planning is not None and (
+            any("other cuts" in line for line in planning.story) and ranks_agree(planning.story)
+        )
+        side.close()
     return results
 
 

@@ -65,6 +65,7 @@ def profiles_of_known_times() -> dict[str, Any]:
     for attempt in (
         lambda: profile_step(other, lambda: other(x).sum().backward(), add_to=profile),
         lambda: profile_step(model, step, accuracy="fast"),  # type: ignore[arg-type]
+        lambda: profile_step(model, step, add_to=profile, compile="eager"),
     ):
         try:
             attempt()

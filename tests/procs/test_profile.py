@@ -106,6 +106,7 @@ def test_nothing_is_added_to_a_profile_of_another_model_or_class(pair: list[dict
     for rank in pair:
         assert "the profile to add to is of another model (Sleepy)" in rank["refused"][0]
         assert "found a profile for 'fast' plans" in rank["refused"][1]
+        assert "measured with compile=None, found compile='eager'" in rank["refused"][2]
 
 
 def test_phases_are_said_where_output_goes_into_a_pipe(pair: list[dict[str, Any]]) -> None:

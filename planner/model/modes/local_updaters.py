@@ -161,7 +161,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         then_every=updaters.then_every,
         synchronous=updaters.waits or None,
     )
-    return {"local_async": spec}
+    return {"local_async": spec, "cuts": None}  # updaters call the model as it is
 
 
 def describe(plan: Plan) -> PlanWords | None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from planner import optimize, simulate
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
+from planner.emit.lower import lower
 from planner.ir import Bucket, Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.local_updaters import (
@@ -98,6 +99,13 @@ def test_without_averagings_the_rate_alone_counts() -> None:
     assert step_us(problem, make_schedule(problem, "lap:64")) == 66.0  # more than was measured: as the most that was
     faster = speed_up(problem, updaters_of(updater_schedule(problem, 2, blocks=True)))
     assert step_us(problem, make_schedule(problem, "lpp:2")) == pytest.approx(6.6 + 0.9 * 66.0 / faster)
+
+
+def test_local_updaters_on_a_compiled_profile_have_a_plan_without_cuts() -> None:
+    problem = replace(problem_of([(120.0, 130.0), (66.0, 72.0)]), cuts=("layer1",))
+    assert lower(problem, make_schedule(problem, "wfbp")).cuts == ("layer1",)
+    plan = lower(problem, make_schedule(problem, "lap:2"))
+    assert parse_plan(plan.to_document()).cuts is None
 
 
 def test_averagings_slow_the_minibatches_beside_them() -> None:

@@ -96,7 +96,8 @@ def test_phases_share_what_is_left_of_the_budget(
         assert phases.begin("a", World()) == pytest.approx(20.0 * 60.0 / 70.0)
         now_s[0] += 5.0
         assert phases.begin("b", World()) == 20.0
-        now_s[0] += 40.0
+        now_s[0] += 47.0
+        phases.leave_out(7.0)
         assert phases.begin("c", World()) == pytest.approx(10.0)
         now_s[0] += 70.0  # longer than it may: what is left still gets its least
         assert phases.begin("d", World()) == request.LEAST_S

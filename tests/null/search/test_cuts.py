@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from builders import profile_document
+from torch import nn
 
 from planner.comparison.variants import cut_as, make_lineup
 from planner.decide.advise import CUTS, advise
@@ -15,10 +19,12 @@ from planner.decide.cut_choice import cut_problem, possible_cuts
 from planner.decide.optimize import optimize
 from planner.decide.simulate import simulate
 from planner.decide.strategies import make_schedule
+from planner.documents.catalog import find_profile
 from planner.documents.profile import parse_profile
 from planner.emit.lower import predict
 from planner.model.problem import Problem, make_problem
-from planner.model.regions import cut_behind, is_whole, with_cuts
+from planner.model.regions import cut_behind, is_whole, with_assumed_cuts, with_cuts
+from planner.online.pilot import Pilot
 from planner.passes.merge import merge_without_contention
 from planner.strategies.baselines import ddp_buckets
 from runtime.errors import InputError
@@ -29,10 +35,30 @@ def _problem(seed: int, blocks: int, cut_us: float, beta: float, contention: flo
     draw = random.Random(seed)
     sizes = [draw.randint(2, 4) for _ in range(blocks)]
     rows = [(draw.choice((10, 1000, 250_000, 1_000_000)), draw.uniform(0.0, 2000.0)) for _ in range(sum(sizes))]
-    document = profile_document(rows, forward_us=8000.0)
+    breaks = [sum(sizes) // 2] if seed == 2 else []
+    return _cuttable(draw, profile_document(rows, forward_us=8000.0), sizes, cut_us, beta, contention, breaks)
+
+
+def _chain(name: str, cut_us: float) -> Problem:
+    """The regions of the last ten blocks of a model of the catalogue, a gradient for each, and what is before them."""
+    profile = with_assumed_cuts(find_profile(name))
+    assert profile is not None
+    assert profile.compute.compiled is not None
+    stops = (0, *(cut.after for cut in profile.compute.compiled.cuts[:10]), len(profile.compute.gradients))
+    regions = [profile.compute.gradients[start:stop] for start, stop in itertools.pairwise(stops)]
+    rows = [(sum(one.numel for one in region), sum(one.backward_us for one in region)) for region in regions]
+    document = profile_document(rows, forward_us=profile.compute.forward_us)
+    return _cuttable(random.Random(name), document, [1] * len(rows), cut_us, 1e-3)
+
+
+def _cuttable(
+    draw: random.Random, document: dict[str, Any], sizes: Sequence[int], cut_us: float, beta: float,
+    contention: float = 1.0, breaks: Sequence[int] = (),
+) -> Problem:  # fmt: skip
     stops = list(itertools.accumulate(sizes))[:-1]
     document["compute"]["compiled"] = {
         "backend": "inductor",
+        "breaks": list(breaks),
         "cuts": [
             {"module": f"b{index}", "after": stop, "forward_us": draw.uniform(0.0, cut_us / 2),
              "backward_us": draw.uniform(0.0, cut_us / 2)}
@@ -58,6 +84,17 @@ def test_chosen_cuts_are_within_one_percent_of_the_best_of_all_subsets(
     seed: int, blocks: int, cut_us: float, beta: float
 ) -> None:
     problem = _problem(seed, blocks, cut_us, beta)
+    _compare_with_all(problem)
+    assert (len(set(with_cuts(problem, ()).ready_list_us)) == 1) == (seed != 2)
+
+
+@pytest.mark.parametrize("cut_us", [0.0, 2000.0])
+@pytest.mark.parametrize("name", ["gpt2", "bert-base"])
+def test_cuts_of_known_models_are_within_one_percent_of_the_best_of_all_subsets(name: str, cut_us: float) -> None:
+    _compare_with_all(_chain(name, cut_us))
+
+
+def _compare_with_all(problem: Problem) -> None:
     compiled = problem.profile.compute.compiled
     assert compiled is not None
     modules = [cut.module for cut in compiled.cuts]
@@ -124,10 +161,10 @@ def test_ddp_is_predicted_with_its_own_cuts() -> None:
     assert cut_as(lineup["none"], problem).cuts == ()
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
+@pytest.mark.parametrize(("turned", "block"), [(False, "net.h."), (True, "net.h."), (True, "net.encoder_layer_")])
+def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool, block: str) -> None:
     """Gradients of one graph come at once, in any order."""
-    names = [f"net.h.{block}.{part}" for block in reversed(range(6)) for part in ("out.weight", "in.weight")]
+    names = [f"{block}{at}.mlp.{part}.weight" for at in reversed(range(6)) for part in (3, 0)]
     names = ["head.weight", *names, "embed.weight"]
     document = profile_document([(250_000, 0.0)] * len(names), forward_us=8000.0)
     document["cluster"] = {"schema": "planner.cluster/1", "nodes": 4, "collectives": {"all_reduce": {
@@ -140,9 +177,15 @@ def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool) -> None:
     choice = possible_cuts(problem)
     assert choice is not None
     assert choice.problem.cuts
-    assert set(choice.problem.cuts) <= {f"net.h.{block}" for block in range(6)}
+    assert set(choice.problem.cuts) <= {f"{block}{at}" for at in range(6)}
     assert "if a cut costs 0.2 ms, which was not measured" in choice.note
     assert choice.step_us < choice.whole_us
+    compiled = nn.Linear(1, 1)
+    compiled.compile(backend="eager")
+    run = SimpleNamespace(profile=problem.profile, session=SimpleNamespace(model=compiled))
+    for asked, said in ((None, [choice.note]), ("inductor", [])):
+        run.opening = SimpleNamespace(key=SimpleNamespace(compile=asked))
+        assert Pilot.possible_cuts(SimpleNamespace(_run=run)) == said  # type: ignore[arg-type]
     option = next(one for one in advise(problem.profile).options if one.name == CUTS)
     assert option.iteration_us == pytest.approx(choice.step_us)
     assert possible_cuts(choice.problem) is None

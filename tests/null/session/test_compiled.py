@@ -1,15 +1,46 @@
-"""Blocks, default cuts and places of cuts, without ranks."""
+"""Blocks, default cuts, places of cuts, and what is compiled, without ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
-from planner.documents.profile import Gradient
-from planner.model.regions import find_cuts
-from planner.profile.measured_cuts import cut_costs
-from runtime.core.compiled import blocks_of, default_cuts
+from planner.documents.profile import ComputeProfile, Gradient
+from planner.model.regions import find_breaks, find_cuts
+from planner.online.ddp import ddp_plan
+from planner.online.trials import Trials
+from planner.profile.bench import Bench
+from planner.profile.compute import Training, combine, measure_again
+from planner.profile.measured_cuts import FEWEST_STEPS, cut_costs, regions_of, with_costs
+from planner.profile.request import CUTS, Phase, Phases
+from runtime.comm.world import World
+from runtime.core.compiled import CompiledModel, CompileOptions, blocks_of, default_cuts
+from runtime.errors import InputError
+from runtime.plan import ModelReference, PlanWorld
+
+
+class Stack(nn.Sequential):
+    """Torch compiles nothing of `nn.Sequential` itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) → (batch, 4)."""
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def stack(layers: int) -> nn.Sequential:
+    """Equal linear layers."""
+    return Stack(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
 def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() -> None:
@@ -38,6 +69,18 @@ def test_a_cut_is_where_the_region_before_it_in_forward_was_computed() -> None:
     assert [cut.module for cut in find_cuts(gradients[:-1], {"b0": {"b0.w", "b0.b"}, "b1": {"b1.w", "b1.b"}})] == ["b1"]
 
 
+def test_graph_breaks_of_a_model_are_where_its_uncut_form_has_gradients_early() -> None:
+    def form(times: dict[str, float]) -> ComputeProfile:
+        gradients = [
+            Gradient(name=name, layer=name, numel=1, dtype="float32", backward_us=times[name]) for name in times
+        ]
+        return ComputeProfile(forward_us=1.0, update_us=0.0, gradients=tuple(gradients), repeats=1)
+
+    cut = form({"d": 100.0, "c": 100.0, "b": 100.0, "a": 100.0}).gradients
+    assert find_breaks(cut, form({"c": 200.0, "d": 1.0, "a": 199.0, "b": 1.0})) == (2,)
+    assert find_breaks(cut, form({"c": 390.0, "d": 5.0, "a": 5.0, "b": 5.0})) == ()
+
+
 def test_groups_of_cuts_cost_what_fits_best() -> None:
     whole_us, alone_us, all_us, counts = 1000.0, [1300.0, 1100.0, 1050.0], 1510.0, [3, 1, 2]
     found = cut_costs([whole_us, *alone_us, all_us], counts)
@@ -47,3 +90,94 @@ def test_groups_of_cuts_cost_what_fits_best() -> None:
     assert cut_costs([whole_us, 1400.0], [4]) == [100.0]
     assert cut_costs([whole_us, 900.0], [4]) == [0.0]
     assert cut_costs([whole_us, whole_us], [0]) == [0.0]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about hooks that it compiles
+@pytest.mark.parametrize(("step_us", "fewest", "most"), [(None, 14, 99), (5e6, 1, 2 + 2 * FEWEST_STEPS)])
+def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int, most: int) -> None:
+    model, steps, bench = stack(4), list[torch.Tensor](), Bench(World(), torch.device("cpu"))
+
+    def step(_: object) -> None:
+        steps.append(model(torch.ones(2, 4)).sum())
+        steps[-1].backward()
+
+    training = Training(model, step, None, "eager")
+    with regions_of(training) as regions:
+        assert regions is not None
+        found = combine(measure_again(training, bench, 3), training.parameters)
+        steps.clear()
+        found = replace(found, forward_us=step_us or found.forward_us)
+        costs = with_costs(found, training, bench, Phases([Phase(CUTS, 25.0)], 60.0, first=False), regions).compiled
+    assert costs is not None
+    assert (len(costs.cuts), fewest <= len(steps) <= most) == (3, True)
+
+
+def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() -> None:
+    model, graphs = stack(4), list[object]()
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = CompiledModel(model, {"backend": count})
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for cuts in ((), ("1",), ("2",), ("1", "2")):
+            compiled.cut(cuts)
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    model(torch.ones(2, 4))
+        assert len(graphs) == 2 * (1 + 2 + 2 + 3)
+        assert "ran into" not in compiled.report()
+        model(torch.ones(2, 4, requires_grad=True))
+        assert "1 function ran into torch._dynamo.config.recompile_limit" in compiled.report()
+    compiled.remove()
+
+
+def test_regions_are_counted_where_graphs_are_split() -> None:
+    class Skipping(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[3](self[0](x))  # type: ignore[no-any-return]
+
+    model = Skipping([*stack(3), stack(1)])
+    compiled = CompiledModel(model, "eager")
+    compiled.cut(("1", "2", "3", "3.0"))
+    assert "no graph so far" in compiled.report()
+    model(torch.ones(2, 4))
+    assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
+    compiled.remove()
+
+
+WRONG: dict[str, Any] = {
+    "mode 'fast' and options None, expected inductor's": {"mode": "fast"},
+    "options 'x'": {"options": "x"},
+    "option bogus": {"options": {"bogus": 1}},
+    "the backend 3, expected one that torch.compile knows": {"backend": 3},
+    "leave them out": {"backend": "eager", "mode": "default"},
+    "dynamic='yes'": {"dynamic": "yes"},
+    "CUDA graphs": "cudagraphs",
+}
+ALIKE: list[Any] = [
+    {"backend": "eager"}, {"backend": stack}, {"backend": partial(stack, 1)}, {"backend": partial(stack, 2)},
+    {"mode": "default"}, {"dynamic": True}, {"dynamic": False}, {"options": {"max-autotune": True}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "given"), WRONG.items())
+def test_wrong_arguments_of_compile_are_refused(words: str, given: Any) -> None:
+    with pytest.raises(InputError, match=words):
+        CompileOptions.of(given)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(InputError, match="CUDA graphs"):
+        CompileOptions.of("inductor")
+    assert len({CompileOptions.of(other).identity for other in ("inductor", *ALIKE)}) == 1 + len(ALIKE)
+
+
+def test_cuts_are_tried_where_they_divide_gradients_also_as_many_as_there_are_elsewhere() -> None:
+    model = stack(6)
+    trained = {name: one for name, one in model.named_parameters() if name[0] in "35"}
+    plan = replace(ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=2)), cuts=("1",))
+    run = SimpleNamespace(session=SimpleNamespace(model=model, _parameters=trained), present=plan)
+    trials = Trials(run, None)  # type: ignore[arg-type]
+    with patch.object(trials, "_climb", return_value=()) as climbed:
+        assert list(trials.try_cuts()) == []
+    plans, counts, _ = climbed.call_args.args
+    assert ([one.cuts for one in plans.values()], next(counts)) == ([(), ("5",)], 1)

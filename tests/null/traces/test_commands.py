@@ -138,3 +138,12 @@ def test_wrong_arguments(command: Callable[..., Outcome], arguments: list[str], 
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_what_cuts_would_win_is_said_in_every_form(command: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    for rank, document in enumerate(make_traces(Job(compiled=True))):
+        write_trace(tmp_path / "one" / f"rank{rank}.json.gz", document)
+    for asked in (("import", "one", "-o", "p.json"), ("explain", "one")):
+        for form in ((), ("--json",)):
+            assert "with one graph" in command(*asked, *form)[1]
