@@ -28,14 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from benchmarks.marked import tabulate
 from benchmarks.one_line_jobs import COMPILED, Rounds, Run, ratio_of, world_of
-from benchmarks.rehearsal import Cell, target_on
+from benchmarks.rehearsal import Cell, rehearsed, target_on
 from planner.comparison.variants import DDP, PLAN
 from planner.documents.profile import Profile
 from planner.jobs.launch import run_ranks
 from planner.model.regions import ASSUMED_CUT_US, with_assumed_cuts
 from planner.online.attach import PlannedSession
-from planner.rehearse.asked import ask_plan
-from planner.rehearse.rehearsal import rehearse
 from runtime.plan import Plan
 
 DOCUMENT = Path("docs/results/compiled.md")
@@ -160,8 +158,8 @@ def rehearse_cell(cell: Cell) -> dict[str, Any]:
     target = target_on(cell.cluster(), cell.model, minutes=MINUTES)
     profile = with_assumed_cuts(target.profile)
     assert profile is not None
-    found = rehearse(ask_plan(replace(target, profile=profile), strategies=()), show_progress=True)
-    return found.to_document() | {"forward_us": profile.compute.forward_us}
+    found = rehearsed(replace(target, profile=profile), strategies=())
+    return found | {"forward_us": profile.compute.forward_us}
 
 
 def rehearsed_table(rows: Sequence[dict[str, Any]]) -> list[str]:

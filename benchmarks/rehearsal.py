@@ -134,10 +134,16 @@ def measure(cell: Cell, minutes: float, dilate: float | None = None, shrink: flo
     target = target_on(cell.cluster(), cell.model, minutes=minutes, dilate=dilate, shrink=shrink)
     if cell.newton_schulz is not None:
         target = replace(target, profile=with_newton_schulz(target.profile, cell.newton_schulz))
-    asked = ask_plan(
-        target, strategies=cell.strategies.split(","), accuracy=cell.accuracy, allow=cell.allow, compress=cell.compress
-    )
-    return rehearse(replace(asked, only_default=cell.only_default), show_progress=True).to_document()
+    return rehearsed(
+        target, only_default=cell.only_default, strategies=cell.strategies.split(","), accuracy=cell.accuracy,
+        allow=cell.allow, compress=cell.compress,
+    )  # fmt: skip
+
+
+def rehearsed(target: Target, *, only_default: bool = False, **asked: Any) -> dict[str, Any]:
+    """Rehearse a target; `only_default` as in `AskedPlan`, `asked` as in `ask_plan`."""
+    found = rehearse(replace(ask_plan(target, **asked), only_default=only_default), show_progress=True)
+    return found.to_document()
 
 
 def target_on(cluster: Mapping[str, Any], model: str, **options: Any) -> Target:

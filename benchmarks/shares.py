@@ -23,11 +23,9 @@ import numpy as np
 from benchmarks import busy_host
 from benchmarks.figures import Figures
 from benchmarks.marked import write_part
-from benchmarks.rehearsal import Cell, target_on
+from benchmarks.rehearsal import Cell, rehearsed, target_on
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, EQUAL_SHARES, NO_COMMUNICATION, PLAN
-from planner.rehearse.asked import ask_plan
-from planner.rehearse.rehearsal import rehearse
 
 DOCUMENT, RESULTS = Path("docs/results/shares.md"), Path("benchmarks/results/shares.jsonl")
 BATCH, LARGER = 32, (1, 8)
@@ -57,9 +55,8 @@ class Unequal:
         target = target_on(cluster, self.model, minutes=minutes)
         profile = replace(target.profile, world=replace(target.profile.world, batch_per_rank=BATCH))
         batch = self.larger * BATCH * ranks
-        asked = ask_plan(replace(target, profile=profile), strategies=(), global_batch=batch)
         # Neither DDP's hooks nor its bucket sizes; until the ratio of both plans is known well enough.
-        return rehearse(replace(asked, only_default=True), show_progress=True).to_document()
+        return rehearsed(replace(target, profile=profile), only_default=True, strategies=(), global_batch=batch)
 
 
 CELLS = tuple(

@@ -151,7 +151,7 @@ class OperatorCosts:
         return SharedUpdate(self._computed(now_us, self.last_us, gathers), computed_us, tuple(gathers))
 
     def _computed(self, start_us: float, work_us: float, gathers: Sequence[Gather]) -> float:
-        """Return when work ends that begins at `start_us`, slowed while one of these messages is on its way."""
+        """Return when work ends that begins at `start_us`, slowed while one of these messages is in flight."""
         if self.compute_slowed == 1.0 or not gathers or gathers[-1].end_us <= start_us:
             return start_us + work_us
         for gather in gathers:

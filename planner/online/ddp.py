@@ -51,9 +51,7 @@ def ddp_plan(
 def in_dtype(
     plan: Plan, parameters: Mapping[str, nn.Parameter], dtype: str, transport: Transport = TWO_SHOT
 ) -> Plan:  # fmt: skip
-    """Return a plan with the same buckets in a narrow dtype, as far as they can be; `plan` is its fallback, or what is
-    that of a bounded one.
-    """
+    """Return a plan with the same buckets in a narrow dtype, as far as they can be; `plan` is its fallback."""
     spec = CompressorSpec(name="wire", dtype=dtype)
     buckets = tuple(
         replace(bucket, collective=transport.collective, algorithm=transport.algorithm, compressor=spec)
@@ -61,8 +59,7 @@ def in_dtype(
         else bucket
         for bucket in plan.buckets
     )
-    fallback = plan if plan.accuracy == "exact" else plan.fallback
-    return replace(plan, accuracy="bounded", buckets=buckets, predicted=None, fallback=fallback)
+    return replace(plan, accuracy="bounded", buckets=buckets, predicted=None, fallback=plan)
 
 
 def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], present: Plan) -> dict[int, Plan]:

@@ -29,8 +29,9 @@ FIRST_STEP, EVERY_STEPS = 20, 100
 """Step of a plan behind which ranks compare first, and the least number of steps from then on."""
 COST = 0.001
 """Share of a run's time that comparing may cost."""
-PARTS = 3
-"""Figures of a step behind the durations of its messages: of `session.batches`' own, of compute and of input."""
+TIMES, PARTS = 2, 3
+"""Figures of a step behind its messages' durations: the last are times of compute and of input, and before those is the
+duration of `session.batches`' own messages."""
 
 
 class Arrivals:
@@ -83,13 +84,13 @@ class Arrivals:
     def _compare(self, figures: Tensor, step_us: float) -> None:
         """Compare ranks by the figures of their last steps. Shape (ranks, steps, messages and `PARTS`)."""
         medians = figures.nanmedian(dim=1).values
-        durations = medians[:, :-2].T.tolist()
+        durations = medians[:, :-TIMES].T.tolist()
         rows = compare_arrivals(durations, range(self._world.ranks))
         self.messages = arrivals_of(durations[:-1])  # of buckets
         computed_us = medians[:, -2].tolist()
         self.compute_us = () if any(map(math.isnan, computed_us)) else tuple(computed_us)
         self.rows = with_causes(rows, computed_us, medians[:, -1].tolist())
-        straggler = find_straggler(figures[:, :, :-2].permute(1, 2, 0).tolist(), step_us)
+        straggler = find_straggler(figures[:, :, :-TIMES].permute(1, 2, 0).tolist(), step_us)
         if straggler is None or straggler in self._warned:
             return
         self._warned.add(straggler)

@@ -225,7 +225,7 @@ INTERFACES = {"sharded": ("sharded-step",), "late": ("late-gather",)}
 
 
 def _step(kind: str, buckets: int, matrices: Sequence[str], ranks: int) -> StepPlan:
-    """Matrices have owners in turn; late gathers are of one bucket or two, by turns, the last buckets first."""
+    """Owners are assigned round robin; late gathers alternate between one bucket and two, the last buckets first."""
     if kind == "sharded":
         owners = {name: at % ranks for at, name in enumerate(matrices)}
         return StepPlan(sharded=True, owners=owners or None)
