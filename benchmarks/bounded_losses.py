@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,7 +44,8 @@ SEEDS, MORE_SEEDS, SCALE, MARGIN = 5, 20, 0.5, 0.005
 MOST_SPREAD = 0.02
 """Of float32's own last losses: tasks with more are judged by their metric."""
 WINDOWS, REACHED = 20, 0.9
-"""Parts of the steps with a mean loss each; the share of the steps where float32's loss is what others are timed to."""
+"""Parts of the steps with a mean loss each; the share of the steps where float32's loss, mean over seeds, is what
+others are timed to."""
 MOST_TIME = 0.6
 STEPS_OF = ("bert-base@8x1@10gbit bounded,wire", "gpt2@8x1@10gbit bounded,wire")
 """Rehearsed cells that say what a step with the plan takes of one with DDP at its best bucket size."""
@@ -135,12 +137,10 @@ def _row(name: str, plan: Plan, seeds: Sequence[Mapping[str, Any]]) -> tuple[str
     spread = max(map(abs, _against(seeds, REORDERED, "last")))
     judged_by, interval, verdict = _judged(seeds)
     low, high = interval or (float("nan"),) * 2
-    shares = []
-    for here, there in zip(own, whole, strict=True):
-        target = there["windows"][round(REACHED * WINDOWS) - 1]
-        mine, dense = (steps_to(one["windows"], target, 1) for one in (here, there))
-        shares.append(mine / dense if mine and dense else None)
-    share = statistics.fmean(one for one in shares if one) if all(shares) else None
+    mine, dense = (np.mean([one["windows"] for one in ways], axis=0).tolist() for ways in (own, whole))
+    target = dense[round(REACHED * WINDOWS) - 1]
+    reached, needed = (steps_to(means, target, 1) for means in (mine, dense))
+    share = reached / needed if reached and needed else None
     forms = [bucket.compressor.dtype or "dense" for bucket in plan.buckets]
     described = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
     times = [f"{share * ratio:.2f}" if share else "not reached" for ratio in _step_ratios()]

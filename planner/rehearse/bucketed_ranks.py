@@ -146,10 +146,10 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
         """Time messages alone; return the cluster with their times, undilated and unshrunk."""
         asked, bench, scale = self.asked, self.bench, self.scale
         relaxed, lossy = self._riskiest == "relaxed", self._riskiest != "exact"
-        halves = self._shares_update or relaxed
-        names = [ALL_REDUCE, *[REDUCE_SCATTER] * halves, *[ALL_GATHER] * (halves or lossy), *NARROW_SUMS * lossy]
-        gradients = asked.profile.compute.gradients
-        size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
+        halves, compute = self._shares_update or relaxed, asked.profile.compute
+        gathers = halves or lossy or compute.operator is not None
+        names = [ALL_REDUCE, *[REDUCE_SCATTER] * halves, *[ALL_GATHER] * gathers, *NARROW_SUMS * lossy]
+        size_bytes = round(sum(each.size_bytes for each in compute.gradients) / scale.shrink)
         # Inside hosts messages take little time.
         limits = self.limits(len(names) + 1 + len(PHASES) * (asked.cluster.ranks_per_node > 1))
         times = measure_links(bench, size_bytes, names, limits)
@@ -167,7 +167,7 @@ class BucketRehearser(Rehearser[AskedPlan, BucketVariant]):
             for field, by_name in zip(("sparsify", "unpack", "encode", "decode"), found, strict=True):
                 computed[field] = {name: _unscaled_line(line, scale) for name, line in by_name.items()}
         if relaxed:
-            lines = measure_delay(bench, [scale.numel(each.numel) for each in gradients])
+            lines = measure_delay(bench, [scale.numel(each.numel) for each in compute.gradients])
             computed |= {field: _unscaled_line(line, scale) for field, line in lines.items()}
         return replace(
             asked.cluster, **computed, intra=None, inter=None, samples=self.unscaled(samples),
