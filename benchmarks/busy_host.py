@@ -36,7 +36,7 @@ from planner.testbed.hosts import parse_emulation
 from runtime.errors import EnvironmentFailure
 from runtime.plan import Plan
 
-SPEC, HOSTS = f"{__name__}:job", "2x1@1gbit"
+SPEC, REVERSED, HOSTS = f"{__name__}:job", f"{__name__}:reversed_job", "2x1@1gbit"
 BATCH, BUSY_RANK, PERIOD_S = 32, 1, 0.01
 MOST_ROUNDS, STEPS, LOSS_STEPS = 40, 4, 60
 ROUNDS_SHARE = 0.5
@@ -60,8 +60,8 @@ class Seen:
 
     plan: Plan
     measured: Measured
-    losses: tuple[tuple[float, ...], tuple[float, ...]]
-    """Losses with the plan's shares, and with equal ones."""
+    losses: tuple[tuple[float, ...], ...]
+    """Losses with the plan's shares, with equal ones, and with these in reverse order."""
 
 
 def job() -> TrainingJob:
@@ -79,6 +79,16 @@ def job() -> TrainingJob:
         model=nn.Sequential(*layers, *head), loss=lambda model, pair: functional.cross_entropy(model(pair[0]), pair[1]),
         batch=batch, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     )  # fmt: skip
+
+
+def reversed_job() -> TrainingJob:
+    """Return the job with the samples of each batch in reverse order."""
+    usual = job()
+
+    def batch(step: int, rank: int) -> tuple[Tensor, ...]:
+        return tuple(part.flip(0) for part in usual.batch(step, rank))
+
+    return replace(usual, batch=batch)
 
 
 @contextmanager
@@ -104,10 +114,10 @@ def on_rank(cores: Sequence[int], rounds_s: float) -> Seen:
         lineup = replace(make_lineup(plan, None, (), hooks=()), caps=())
         rounds = Rounds(count=MOST_ROUNDS, steps=STEPS, end_s=time.time() + rounds_s)
         measured = compare_rank(SPEC, lineup, rounds, "cpu", False)
-        equal = dict.fromkeys(plan.shares or {}, BATCH)
-        plans = (plan, replace(plan, shares=equal))
-        losses = [train_rank(SPEC, one, Course(LOSS_STEPS), "cpu", False).losses for one in plans]
-    return Seen(plan, measured, (losses[0], losses[1]))
+        equal = replace(plan, shares=dict.fromkeys(plan.shares or {}, BATCH))
+        runs = ((SPEC, plan), (SPEC, equal), (REVERSED, equal))
+        losses = tuple(train_rank(spec, one, Course(LOSS_STEPS), "cpu", False).losses for spec, one in runs)
+    return Seen(plan, measured, losses)
 
 
 def measure(minutes: float) -> dict[str, Any]:
@@ -120,9 +130,10 @@ def measure(minutes: float) -> dict[str, Any]:
     values = values_by_name([rank.measured for rank in ranks])
     ratio = ratio_interval(values[PLAN], values[EQUAL_SHARES])
     rows = {row.name: row for row in summarize([rank.measured for rank in ranks]).rows}
-    shared, equal = np.array([rank.losses for rank in ranks]).mean(axis=0)
+    shared, equal, in_reverse = np.array([rank.losses for rank in ranks]).mean(axis=0)
+    apart, order = (float(np.abs(one / equal - 1.0).max()) for one in (shared, in_reverse))
     return {
         "shares": ranks[0].plan.shares, "ratio": ratio.value, "ci95": (ratio.low, ratio.high), "rounds": ratio.rounds,
         "steps_us": {name: row.median_us for name, row in rows.items()}, "predicted_us": rows[PLAN].predicted_us,
-        "losses": (shared[0], shared[-1]), "apart": float(np.abs(shared / equal - 1.0).max()),
+        "losses": (shared[0], shared[-1]), "apart": apart, "order": order,
     }  # fmt: skip
