@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from planner.decide.lossy import sent_share
 from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
@@ -247,10 +247,7 @@ def main() -> int:
                 with options.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(done[setting])) + "\n")
         rows.append(done[setting])
-    lines = [*summary(rows), "", *table(rows)]
-    print("\n".join(lines))
-    if options.output is not None:
-        write_part(options.output, PART, "\n".join(lines))
+    publish(options.output, {PART: "\n".join([*summary(rows), "", *table(rows)])})
     return 1 if harmed(rows) else 0
 
 
