@@ -9,7 +9,6 @@ interleaved rounds, on a machine that should have nothing else to do.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import write_part
-from benchmarks.resumable import kept
+from benchmarks.marked import parser_of, tabulate
 from planner.testbed.hosts import check_namespaces
 from runtime.errors import PlannerError
 
@@ -76,18 +74,11 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measures what is missing, prints, and writes where told to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", default="", help="a part of the names of cells to measure")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT}")
-    options = parser.parse_args()
+    """Measure what is missing, print, and write where asked to."""
+    options = parser_of(__doc__, DOCUMENT, RESULTS).parse_args()
     check_namespaces()
     wanted = {f"{job}@{link}": partial(measure, job, link) for link in LINKS for job in JOBS}
-    text = "\n".join(lines(kept(RESULTS, wanted, options.only)))
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "cells", text)
-    return 0
+    return tabulate(DOCUMENT, {"cells": (wanted, lines)}, options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ float32, in float32 with sums in another order, and by the plan, over the same b
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -28,7 +27,7 @@ from torch import nn
 import planner
 from benchmarks.harm import OPTIMIZERS, RATES
 from benchmarks.learning import Task, learn, tasks
-from benchmarks.marked import write_part
+from benchmarks.marked import parser_of, publish
 from benchmarks.narrow_accuracy import RANKS, REHEARSED, WHOLE, Way, plan_of
 from benchmarks.one_line_jobs import world_of
 from benchmarks.resumable import kept
@@ -177,11 +176,8 @@ def lines(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Itera
 
 def main() -> int:
     """Train what is missing, print, and write where asked to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = parser_of(__doc__, DOCUMENT, RESULTS)
     parser.add_argument("--scale", type=float, default=SCALE, help="of the steps that are trained")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines: not trained again")
-    parser.add_argument("--only", default="", help="part of the names of what may be trained; default: all")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT}")
     options = parser.parse_args()
     names = [*tasks_of(options.scale)]
     plans = kept(options.results, {name: partial(decide, name, options.scale) for name in names}, options.only)
@@ -202,10 +198,7 @@ def main() -> int:
         and _judged(seeds)[2] == "not known"
     ]
     found = {one["cell"]: one for one in [*plans, *first, *seeds_of(unknown, range(SEEDS, MORE_SEEDS))]}
-    text = "\n".join(lines(found, names))
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "losses", text)
+    publish(DOCUMENT if options.write else None, {"losses": "\n".join(lines(found, names))})
     return 0
 
 

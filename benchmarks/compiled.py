@@ -12,7 +12,6 @@ machine has to do nothing else.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from benchmarks.marked import tabulate
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.one_line_jobs import COMPILED, Rounds, Run, ratio_of, world_of
 from benchmarks.rehearsal import Cell, rehearsed, target_on
 from planner.comparison.variants import DDP, PLAN
@@ -182,16 +181,12 @@ def rehearsed_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Measure what is missing, print, write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, required=True, help="JSON lines: not measured again")
-    parser.add_argument("--only", default="", help="cells with this in their names")
-    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
-    options = parser.parse_args()
+    options = parser_of(__doc__, DOCUMENT).parse_args()
     parts = {
         "cells": ({cell: partial(measure, cell) for cell in CELLS}, table),
         "rehearsed": ({name: partial(rehearse_cell, cell) for name, cell in REHEARSED.items()}, rehearsed_table),
     }
-    return tabulate(DOCUMENT, parts, options.results, options.only, write=options.write)
+    return tabulate(DOCUMENT, parts, options)
 
 
 if __name__ == "__main__":

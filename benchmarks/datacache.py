@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from runtime.datacache import CachedDataset
 
 OPEN_S, BYTES_PER_S = 2e-3, 20e6
@@ -304,10 +304,7 @@ def main() -> None:
         f"and {BYTES_PER_S / 1e6:g} MB/s; {options.workers} workers on {os.cpu_count()} cores; Python "
         f"{platform.python_version()}, torch {torch.__version__}."
     )
-    text = text_of(rows, head)
-    print(text)
-    if options.write:
-        write_part(Path(options.write), "datacache", text)
+    publish(Path(options.write) if options.write else None, {"datacache": text_of(rows, head)})
     sys.exit(any(row.held is False for row in rows))
 
 

@@ -6,7 +6,6 @@ python -m benchmarks.demo_runs --results benchmarks/results/demo.jsonl --write  
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -21,8 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.marked import write_part
-from benchmarks.resumable import kept
+from benchmarks.marked import parser_of, tabulate
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
 from runtime.errors import EnvironmentFailure
 
@@ -71,7 +69,7 @@ def cells() -> Mapping[str, Any]:
     return {name: partial(measure, busy) for name, busy in runs}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the runs as Markdown."""
     columns = (
         "run", "computation ms", "DDP ms", "predicted", "plan ms", "predicted", "plan / DDP (95 %)", "rounds",
@@ -87,23 +85,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     gains = sum(row["ratio_ci95"][1] < 1.0 for row in rows)
     last = f"The gain is beyond the noise in {gains} of {len(rows)} runs ({rows[0]['machine']})."
-    return "\n".join([*lines, "", last])
+    return [*lines, "", last]
 
 
 def main() -> int:
     """Measure what is missing, print, write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, required=True, help="JSON lines: not measured again")
-    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
-    options = parser.parse_args()
-    rows = kept(options.results, cells())
-    if not rows:
-        return 3
-    text = table(rows)
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "runs", text)
-    return 0
+    options = parser_of(__doc__, DOCUMENT).parse_args()
+    return tabulate(DOCUMENT, {"runs": (cells(), table)}, options)
 
 
 if __name__ == "__main__":

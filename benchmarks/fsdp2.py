@@ -8,7 +8,6 @@ Needs root, and a machine that does nothing else. Each cell is one `planner rehe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import Figures
-from benchmarks.marked import write_part
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.rehearsal import INTER_LATENCY_US, kendall
-from benchmarks.resumable import kept
 from planner.comparison.variants import PLAN
 from planner.fsdp2.decide import MARGIN, plan_for
 from planner.fsdp2.inputs import PER_BLOCK
@@ -78,23 +76,14 @@ CELLS = tuple(Cell(model, level) for model in GBIT_PER_S for level in LEVELS)
 
 
 def main() -> int:
-    """Measures what is missing, prints, writes; 0 even where a prediction is off: the document says so."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
-    parser.add_argument("--only", default="", help="cells with this in their names")
+    """Measures what is missing, prints, writes."""
+    parser = parser_of(__doc__, DOCUMENT, RESULTS)
     parser.add_argument("--minutes", type=float, default=3.0, help="of each cell")
     parser.add_argument("--hosts", type=int, default=HOSTS, help="other than these: to try it out")
-    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
     cells = [Cell(cell.model, cell.level, options.hosts) for cell in CELLS]
-    records = kept(options.results, {cell.key: partial(measure, cell, options.minutes) for cell in cells}, options.only)
-    if not records:
-        return 3
-    text = "\n".join([*summary(records), "", *table(records)])
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "cells", text)
-    return 0
+    wanted = {cell.key: partial(measure, cell, options.minutes) for cell in cells}
+    return tabulate(DOCUMENT, {"cells": (wanted, lambda records: [*summary(records), "", *table(records)])}, options)
 
 
 def measure(cell: Cell, minutes: float) -> dict[str, Any]:

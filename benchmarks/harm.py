@@ -9,7 +9,6 @@ exact run over the same batches.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
@@ -28,8 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.harm_figures import FIGURES, Candidates, Moments, threshold
 from benchmarks.learning import Task, tasks
-from benchmarks.marked import write_part
-from benchmarks.resumable import kept
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.virtual_ranks import VirtualRanks
 from runtime.plan import CompressorSpec
 
@@ -318,11 +316,7 @@ def _rank(runs: Sequence[Record], figure: str) -> float:
 
 def main() -> int:
     """Train what is missing, print, and write where asked to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
-    parser.add_argument("--only", default="", help="a part of the names of the runs that are trained")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {DOCUMENT}")
-    options = parser.parse_args()
+    options = parser_of(__doc__, DOCUMENT).parse_args()
     torch.set_num_threads(1)
     wanted: dict[str, Callable[[], dict[str, Any]]] = {
         "; ".join(run): partial(measure, *run)
@@ -331,11 +325,7 @@ def main() -> int:
             for task in tasks() for optimizer in OPTIMIZERS for when in WHEN for form in FORMATS
         )
     }  # fmt: skip
-    text = "\n".join(lines(kept(options.results, wanted, options.only)))
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "figures", text)
-    return 0
+    return tabulate(DOCUMENT, {"figures": (wanted, lines)}, options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ its figure stands beside them for the order only.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import write_part
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.published import commlib, infocom19, omgs, ssd
 from benchmarks.published.common import model, table
 from benchmarks.rehearsal import target_on
-from benchmarks.resumable import kept
 from benchmarks.traces import with_step
 from planner.comparison.variants import DDP
 from planner.documents.catalog import find_cluster
@@ -132,19 +130,9 @@ HEADLINES = (*map(_k80, infocom19.MODELS), _lags(), _ssd(), _commlib())
 
 def main() -> int:
     """Rehearses what is missing and writes the document."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
-    parser.add_argument("--only", default="", help="headlines with this in their names")
-    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
-    options = parser.parse_args()
-
+    options = parser_of(__doc__, DOCUMENT, RESULTS).parse_args()
     wanted = {headline.name: partial(measure, headline) for headline in HEADLINES}
-    records = kept(options.results, wanted, options.only)
-    text = "\n".join(lines(records))
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "headlines", text)
-    return 0 if records else 3
+    return tabulate(DOCUMENT, {"headlines": (wanted, lines)}, options)
 
 
 def measure(headline: Headline) -> dict[str, Any]:

@@ -8,7 +8,6 @@ on; each trial has weights and batches of its own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +19,7 @@ import torch
 
 from benchmarks.figures import Figures
 from benchmarks.learning import CharLstm
-from benchmarks.marked import write_part
-from benchmarks.resumable import kept
+from benchmarks.marked import parser_of, tabulate
 from examples import charlm
 from planner import TrainingJob
 from planner.comparison.contestants import Learn, make_contestants
@@ -119,19 +117,12 @@ def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     """Measure what is missing, the truth first; print, and write where asked to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = parser_of(__doc__, DOCUMENT, RESULTS)
     parser.add_argument("--trials", type=int, default=TRIALS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines: not trained again")
-    parser.add_argument("--only", default="", help="part of the names of what may be trained; default: all")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {DOCUMENT}")
     options = parser.parse_args()
     wanted = {TRUTH: partial(measure, 0, TRUE_SEEDS)}
     wanted |= {f"trial {trial}": partial(measure, trial, SEEDS) for trial in range(1, options.trials + 1)}
-    text = "\n".join(lines(kept(options.results, wanted, options.only)))
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "verdicts", text)
-    return 0
+    return tabulate(DOCUMENT, {"verdicts": (wanted, lines)}, options)
 
 
 if __name__ == "__main__":

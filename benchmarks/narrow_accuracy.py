@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.learning import SEEDS, Outcome, Task, learn, outcomes, tasks
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 
@@ -182,12 +182,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT}")
     options = parser.parse_args()
-    text = "\n".join(
-        lines(outcomes(train, Run, options.tasks, list(WAYS), options.seeds, options.scale, options.results, RANKS))
-    )
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "losses", text)
+    found = outcomes(train, Run, options.tasks, list(WAYS), options.seeds, options.scale, options.results, RANKS)
+    publish(DOCUMENT if options.write else None, {"losses": "\n".join(lines(found))})
     return 0
 
 

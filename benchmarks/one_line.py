@@ -13,7 +13,6 @@ of `bounded` are those of `benchmarks.one_line_bounded`. Emulated links need roo
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks import one_line_bounded
-from benchmarks.marked import tabulate
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.one_line_jobs import COMPUTED, LOOPBACK, Rounds, Run, best_cap, ratio_of, with_ddp, world_of
 from planner.jobs.launch import run_ranks
 from planner.jobs.training import weights_sha256
@@ -158,11 +157,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Measure what is missing, print, write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, required=True, help="JSON lines: not measured again")
-    parser.add_argument("--only", help="cells with this in their names")
+    parser = parser_of(__doc__, DOCUMENT)
     parser.add_argument("--steps", type=int, default=STEPS, help="of the runs that are compared")
-    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
     kinds = {"cells": (CELLS, measure, table)} | {
         "bounded": (one_line_bounded.CELLS, one_line_bounded.measure, one_line_bounded.table)
@@ -171,7 +167,7 @@ def main() -> int:
         part: ({cell: partial(measured, cell, options.steps) for cell in cells}, tabulated)
         for part, (cells, measured, tabulated) in kinds.items()
     }
-    return tabulate(DOCUMENT, parts, options.results, options.only or "", write=options.write)
+    return tabulate(DOCUMENT, parts, options)
 
 
 if __name__ == "__main__":

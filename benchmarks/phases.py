@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import runtime
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from planner import optimize
 from planner.comparison.trained import TrainedJob
 from planner.decide.phases import join_phases
@@ -197,9 +197,7 @@ def main() -> int:
     asked = ask_plan(target(options.minutes), strategies=())
     world = LocalWorld(ranks=asked.cluster.ranks, emulation=asked.emulation)
     text = "\n".join(lines(run_ranks(world, rehearse_phases, asked, time.time())))
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "phases", text)
+    publish(DOCUMENT if options.write else None, {"phases": text})
     return 0
 
 

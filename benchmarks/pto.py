@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from examples.digits import ResNet20
 from planner.documents.profile import Cluster, ComputeProfile, Gradient, Profile, ProfileWorld
 from planner.ir import Schedule
@@ -262,9 +262,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="a document whose table is rewritten")
     options = parser.parse_args()
     rows = [run_ranks(LocalWorld(ranks=RANKS), measure, index)[0] for index in range(len(CASES))]
-    print(table(rows))
-    if options.output is not None:
-        write_part(options.output, "table", table(rows))
+    publish(options.output, {"table": table(rows)})
     return int(any(row.missed for row in rows))
 
 

@@ -9,7 +9,6 @@ Needs root, and a machine that does nothing else. Each cell is one `planner rehe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import Figures
-from benchmarks.marked import write_part
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.newton_schulz import with_newton_schulz
-from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
 from planner.rehearse.asked import Target, ask_plan, find_target
 from planner.rehearse.rehearsal import rehearse
@@ -108,25 +106,15 @@ CELLS = (
 
 
 def main() -> int:
-    """Measures what is missing, prints, writes; 0 even where a prediction is off: the document says so."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
-    parser.add_argument("--only", default="", help="cells with this in their names")
+    """Measures what is missing, prints, writes."""
+    parser = parser_of(__doc__, DOCUMENT, RESULTS)
     parser.add_argument("--minutes", type=float, default=4.0, help="of each cell")
     parser.add_argument("--scales", action="store_true", help="one case at three dilations, which have to agree")
-    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
     if options.scales:
         return _scales()
     wanted = {cell.key: partial(measure, cell, options.minutes) for cell in CELLS}
-    records = kept(options.results, wanted, options.only)
-    if not records:
-        return 3
-    text = "\n".join([*summary(records), "", *table(records)])
-    print(text)
-    if options.write:
-        write_part(DOCUMENT, "cells", text)
-    return 0
+    return tabulate(DOCUMENT, {"cells": (wanted, lambda records: [*summary(records), "", *table(records)])}, options)
 
 
 def measure(cell: Cell, minutes: float, dilate: float | None = None, shrink: float | None = None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Needs root, and a machine that does nothing else. Each cell is one `planner rehe
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figures
-from benchmarks.marked import tabulate
+from benchmarks.marked import parser_of, tabulate
 from benchmarks.rehearsal import Cell, judged, measure, table
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
 
@@ -127,17 +126,14 @@ KINDS = {
 
 def main() -> int:
     """Rehearse what is missing, print, and write; 0 even where a limit is passed: the document says so."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = parser_of(__doc__, Path("docs/results/KIND.md"), RESULTS)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
-    parser.add_argument("--only", default="", help="cells with this in their names")
     parser.add_argument("--minutes", type=float, default=3.0, help="of each cell")
-    parser.add_argument("--write", action="store_true", help="put what is known into docs/results/KIND.md")
     options = parser.parse_args()
     kind, document = KINDS[options.kind], Path(f"docs/results/{options.kind}.md")
     cells = {cell.key: partial(measure, cell, options.minutes) for cell in kind.cells}
     parts = {"rehearsed": (cells, kind.lines)}
-    return tabulate(document, parts, options.results, options.only, write=options.write)
+    return tabulate(document, parts, options)
 
 
 if __name__ == "__main__":

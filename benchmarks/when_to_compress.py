@@ -12,17 +12,19 @@ held against the best exact one, and against the best lossy one, that could have
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
+from benchmarks.resumable import kept
 from planner.decide.lossy import sent_share
 from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
@@ -220,12 +222,8 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
         yield f"| {model} | {ranks} | {selector} | " + " | ".join(cells) + " |"
 
 
-def _read(path: Path | None) -> dict[Setting, Judged]:
-    if path is None or not path.exists():
-        return {}
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [Judged(**(one | {"setting": Setting(**one["setting"])})) for one in found]
-    return {row.setting: row for row in rows}
+def _record(setting: Setting) -> dict[str, Any]:
+    return {"row": asdict(judge(setting, find_profile(setting.model)))}
 
 
 def main() -> int:
@@ -237,20 +235,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not judged again")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
-    done = _read(options.results)
-    rows = []
-    for setting in settings(options.models, options.ranks, options.selectors):
-        if setting not in done:
-            done[setting] = judge(setting, find_profile(setting.model))
-            print(f"{setting}: {done[setting].exact_us / done[setting].lossy_us:.2f}", file=sys.stderr)
-            if options.results is not None:
-                with options.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(done[setting])) + "\n")
-        rows.append(done[setting])
-    lines = [*summary(rows), "", *table(rows)]
-    print("\n".join(lines))
-    if options.output is not None:
-        write_part(options.output, PART, "\n".join(lines))
+    wanted = settings(options.models, options.ranks, options.selectors)
+    records = kept(options.results, {str(setting): partial(_record, setting) for setting in wanted})
+    rows = [Judged(**one["row"] | {"setting": Setting(**one["row"]["setting"])}) for one in records]
+    publish(options.output, {PART: "\n".join([*summary(rows), "", *table(rows)])})
     return 1 if harmed(rows) else 0
 
 

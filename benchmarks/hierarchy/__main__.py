@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.hierarchy import accuracy, crossover, messages, steps
 from benchmarks.learning import SEEDS, Outcome, outcomes
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
 
@@ -42,10 +42,7 @@ def main() -> int:
     options = parser.parse_args()
     for part in options.part:
         made = {"messages": _messages, "steps": _steps, "accuracy": _accuracy, "crossover": _crossover}
-        text = "\n".join(made[part](options))
-        print(text, flush=True)
-        if options.output is not None:
-            write_part(options.output, part, text)
+        publish(options.output, {part: "\n".join(made[part](options))})
     return 0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.learning import SEEDS
 from benchmarks.local_async import accuracy, rivals, speed
 from benchmarks.local_async.jobs import MODELS, RANKS
-from benchmarks.marked import write_part
+from benchmarks.marked import publish
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
@@ -89,11 +89,7 @@ def main() -> int:
     texts = _speed(options) if "speed" in options.parts else {}
     texts |= _accuracy(options) if "accuracy" in options.parts else {}
     texts |= _rivals(options) if "rivals" in options.parts else {}
-    for part, text in texts.items():
-        print(f"{part}\n\n{text}\n")
-    if options.output is not None:
-        for part, text in texts.items():
-            write_part(options.output, part, text)
+    publish(options.output, texts)
     return 0
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.learning import CharLstm
 from examples.charlm import CharLM
 from examples.digits import ResNet20
 from planner import TrainingJob
@@ -55,21 +56,6 @@ def vgg() -> nn.Module:
         before = channels
     head = (nn.Flatten(), nn.Linear(64 * 4 * 4, 5120), nn.ReLU(inplace=True), nn.Linear(5120, 64), nn.Linear(64, 10))
     return nn.Sequential(*layers, *head)
-
-
-class Lstm(nn.Module):
-    """A language model of two LSTM layers, 2.1 million parameters in 11 gradients."""
-
-    def __init__(self, words: int = 2000, width: int = 256) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
-        self.output = nn.Linear(width, words)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """(batch, length) → (batch, length, words known)."""
-        scores: Tensor = self.output(self.lstm(self.embedding(words))[0])
-        return scores
 
 
 def _job(model: nn.Module, batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]) -> TrainingJob:
@@ -123,7 +109,7 @@ def vgg_job() -> TrainingJob:
 
 def lstm_job() -> TrainingJob:
     """Sequences of 24 words, 8 at a time."""
-    return _job(Lstm(), _words(8, 24, 2000))
+    return _job(CharLstm(2000, 256), _words(8, 24, 2000))
 
 
 def gpt_job() -> TrainingJob:

@@ -191,8 +191,9 @@ def request() -> dict[str, Any]:
     }
 
 
-def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
-    decision = Decision(request())
+def answer_to(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what the process that decides answers."""
+    decision = Decision(asked)
     try:
         deadline = time.monotonic() + 60.0
         while (answer := decision.poll()) is None:
@@ -200,6 +201,11 @@ def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
             time.sleep(0.05)
     finally:
         decision.close()
+    return answer
+
+
+def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
+    answer = answer_to(request())
     profile = parse_profile(usual_document())
     plan = parse_plan(answer["plan"])
     assert plan == optimize(profile)
@@ -265,13 +271,6 @@ def test_a_plan_from_measurements_on_other_ranks_says_so() -> None:
 
 
 def test_what_is_wrong_is_an_answer() -> None:
-    decision = Decision({**request(), "profile": {"schema": "planner.profile/1"}})
-    try:
-        deadline = time.monotonic() + 60.0
-        while (answer := decision.poll()) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        decision.close()
+    answer = answer_to({**request(), "profile": {"schema": "planner.profile/1"}})
     assert "$.model" in answer["problem"]
     assert decide(request())["plan"]["schema"] == "planner.plan/1"
