@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, combinations_with_replacement, product
+from itertools import chain, combinations, combinations_with_replacement, product
 
 from planner.ir import OperatorShares
 from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
@@ -49,21 +49,45 @@ def best_owners(problem: Problem) -> OwnerSearch | None:
 
 @lru_cache(maxsize=16)
 def _search(costs: OperatorCosts) -> OwnerSearch:
-    best: OperatorShares | None = None
-    best_us = costs.unshared_us
-    for shares in chain(_starts(costs), _fillings(costs)):
-        update_us = costs.update(shares).update_us
-        if update_us < best_us * (1.0 - NEAR):
-            best, best_us = shares, update_us
+    best, best_us = _best(costs, chain(_starts(costs), _fillings(costs)), None, costs.unshared_us)
     if best is not None:
         best, best_us = _halved(costs, best, best_us)
-    for shares in () if best is None else list(_cuts(costs, best.owners)):
-        update_us = costs.update(shares).update_us
-        if update_us < best_us * (1.0 - NEAR):
-            best, best_us = shares, update_us
+        best, best_us = _best(costs, list(_cuts(costs, best.owners)), best, best_us)
+    if costs.inside is not None:
+        best, best_us = _best(costs, _inside(costs), best, best_us)
     if best is not None and best_us > costs.bound_us * (1.0 + NEAR):
         best, best_us = _moved(costs, best, best_us)
     return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
+
+
+def _best(
+    costs: OperatorCosts, options: Iterable[OperatorShares], best: OperatorShares | None, best_us: float
+) -> tuple[OperatorShares | None, float]:
+    """Return the best of the options and of what is known."""
+    for shares in options:
+        update_us = costs.update(shares).update_us
+        if update_us < best_us * (1.0 - NEAR):
+            best, best_us = shares, update_us
+    return best, best_us
+
+
+def _inside(costs: OperatorCosts) -> Iterator[OperatorShares]:
+    """Yield schedules with messages inside of nodes: all, or those of matrices with less time for their bytes than the
+    ones that all ranks share.
+    """
+    node = costs.of_node
+    if (found := _search(node).shares) is not None:
+        yield replace(found, inside=tuple(range(len(found.messages))))
+    cuts = sorted({costs.count * cut // CUTS for cut in range(CUTS + 1)})
+    for (start, stop), messages in product(combinations(cuts, 2), FEW_MESSAGES):
+        parts = costs.by_density[:start], costs.by_density[start:stop]
+        orders = (sorted(part, key=lambda i: (-costs.operator_us[i], i)) for part in parts)
+        far, near = (
+            in_messages(of, longest_first_owners(of, order), messages, longest=True)
+            for of, order in zip((costs, node), orders, strict=True)
+        )
+        inside = range(len(far.messages), len(far.messages) + len(near.messages))
+        yield OperatorShares(tuple(map(max, far.owners, near.owners)), far.messages + near.messages, tuple(inside))
 
 
 def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
@@ -195,10 +219,11 @@ def in_messages(
 
 def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tuple[OperatorShares, float]:
     """Change the owner or message of single matrices, exchange two owners, or merge messages, while that is shorter."""
-    owners, message = list(shares.owners), [0] * costs.count
+    # Every place in the order has two numbers: of a message of all ranks, and of one inside of nodes.
+    owners, message, inside = list(shares.owners), [0] * costs.count, range(1, 10**9, 2)
     for number, members in enumerate(shares.messages):
         for matrix in members:
-            message[matrix] = number
+            message[matrix] = 2 * number + (number in shares.inside)
     left, again = max(20, MOVES // costs.count), True
     while again and left > 0:
         again = False
@@ -207,7 +232,7 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tupl
                 left -= 1
                 before = owners[matrix], message[matrix]
                 owners[matrix], message[matrix] = owner, number
-                update_us = updated_by(costs, by_message(costs, owners, message))
+                update_us = updated_by(costs, by_message(costs, owners, message, inside))
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
@@ -219,14 +244,14 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tupl
                     continue
                 left -= 1
                 _swap(owners, message, matrix, other)
-                update_us = updated_by(costs, by_message(costs, owners, message))
+                update_us = updated_by(costs, by_message(costs, owners, message, inside))
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
                     _swap(owners, message, matrix, other)
                 if left <= 0:
                     break
-    return by_message(costs, owners, message), best_us
+    return by_message(costs, owners, message, inside), best_us
 
 
 def _swap(owners: list[int], message: list[int], one: int, other: int) -> None:
@@ -238,20 +263,24 @@ def _changes(
     costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
 ) -> Iterator[tuple[int, int]]:
     """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
-    and other messages.
+    and other messages, as `_moved` numbers them.
     """
     here, number = owners[matrix], message[matrix]
     if here >= 0:
         yield -1, number
-    ranks = range(costs.ranks)
+    ranks: Sequence[int] = range(costs.ranks)
     if costs.ranks * costs.count > 64:
         loads_us = [0.0] * costs.ranks
         for other, owner in enumerate(owners):
             if owner >= 0:
-                loads_us[owner] += costs.operator_us[other]
-        ranks = range((least := min(ranks, key=loads_us.__getitem__)), least + 1)
-    numbers = range(max(message) + 2) if costs.count <= 8 else (number - 1, number, number + 1)
+                step = costs.scopes[message[other] % 2][0]
+                for rank in range(owner, costs.ranks, step):
+                    loads_us[rank] += costs.operator_us[other]
+        ranks = [min(range(of), key=loads_us.__getitem__) for of, _ in costs.scopes]
+    place = number // 2
+    numbers = range(2 * (max(message) // 2) + 4) if costs.count <= 8 else range(2 * place - 2, 2 * place + 4)
     for rank in (here, *ranks) if here >= 0 else ranks:
         for other in numbers:
-            if other >= 0 and (rank, other) != (here, number):
+            known = other >= 0 and other % 2 < len(costs.scopes)
+            if known and rank < costs.scopes[other % 2][0] and (rank, other) != (here, number):
                 yield rank, other
