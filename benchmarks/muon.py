@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.marked import write_part
-from benchmarks.newton_schulz import with_newton_schulz
+from planner.documents.newton_schulz import with_newton_schulz
 from benchmarks.owned_memory import MOST, memory
 from planner.comparison.measure import compare_rank
 from planner.comparison.report import summarize, values_by_name
