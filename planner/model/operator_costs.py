@@ -64,7 +64,7 @@ class OperatorCosts:
         profile = problem.profile.compute.operator
         if profile is None or problem.ranks == 1:
             return None
-        listed = {name: shape for shape in profile.shapes for name in shape.parameters}
+        listed, node = {name: shape for shape in profile.shapes for name in shape.parameters}, problem.node_costs
         sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
         total_us = sum(shape.operator_us for shape in listed.values())
         rest_us = max(0.0, problem.update_us - total_us)
@@ -83,7 +83,7 @@ class OperatorCosts:
             slowed=problem.contention.network if problem.contended else 1.0,
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
             before_us=tuple(listed[name].before_us for name in names),
-            inside=problem.node_costs and (problem.cost.cluster.ranks_per_node, problem.node_costs.gather.curve),
+            inside=None if node is None else (problem.cost.cluster.ranks_per_node, node.gather.curve),
         )
 
     @property

@@ -113,7 +113,9 @@ def test_updates_that_every_rank_applies_are_half_the_bytes_and_no_owners_work_a
     assert found[True][1][1] == pytest.approx(found[False][1][1] + rest_us * 4 * numel)
 
 
-@pytest.mark.parametrize(("seed", "ranks", "inside"), [*((seed, 2 + seed % 2, 1) for seed in range(8)), (0, 4, 2), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("seed", "ranks", "inside"), [*((seed, 2 + seed % 2, 1) for seed in range(8)), (0, 4, 2), (1, 4, 2)]
+)
 def test_search_is_near_what_trying_everything_finds(seed: int, ranks: int, inside: int) -> None:
     """Over all owners of six parameters, four of them matrices, and all buckets."""
     step = problem(6, 4, seed, ranks, inside)
