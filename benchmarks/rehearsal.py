@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.figures import Figures
 from benchmarks.marked import write_part
-from planner.documents.newton_schulz import with_newton_schulz
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
+from planner.documents.newton_schulz import with_newton_schulz
 from planner.rehearse.asked import Target, ask_plan, find_target
 from planner.rehearse.rehearsal import rehearse
 from runtime.plan.interfaces import LATE_GATHER
