@@ -96,8 +96,8 @@ def search(text: str) -> list[Entry]:
 
 
 def find_profile(given: Profile | str | Path) -> Profile:
-    """Return the profile that is meant: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`; `MODEL+muon` is
-    a model whose hidden matrices Muon updates, in estimated times.
+    """Return the profile that is meant: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`; `MODEL+muon`
+    is a model whose hidden matrices Muon updates, in estimated times.
 
     Raises InputError: neither a file nor a name (lists the near and the known ones); the document is wrong; Muon is for
     no matrix of it.

@@ -17,6 +17,7 @@ from itertools import chain, combinations, combinations_with_replacement, produc
 from planner.ir import OperatorShares
 from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
 from planner.model.problem import Problem
+from runtime.plan.lpt import loads_of
 
 MOST_MESSAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of messages that are tried."""
@@ -28,6 +29,8 @@ MOVES = 300_000
 """Matrices times evaluations of the local search."""
 NEAR = 1e-6
 """Least relative gain of a move."""
+HOPELESS = 1.2
+"""Schedules that take this much longer than the best are not moved."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,26 @@ def best_owners(problem: Problem) -> OwnerSearch | None:
 
 @lru_cache(maxsize=16)
 def _search(costs: OperatorCosts) -> OwnerSearch:
+    starts = [_built(costs)]
+    options = [] if costs.inside is None else list(_inside(costs))
+    for mixed in (False, True) if options else ():
+        some = (one for one in options if (len(one.inside) < len(one.messages)) == mixed)
+        starts.append(_best(costs, some, None, costs.unshared_us))
+    best, best_us = min(starts, key=lambda one: one[1])
+    if best_us > costs.bound_us * (1.0 + NEAR):
+        tried = [one for one in starts if one[0] is not None and one[1] <= best_us * HOPELESS]
+        moved = [_moved(costs, *one, MOVES // len(tried)) for one in tried if one[0] is not None]
+        best, best_us = min([(best, best_us), *moved], key=lambda one: one[1])
+    return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
+
+
+def _built(costs: OperatorCosts) -> tuple[OperatorShares | None, float]:
+    """Return the best schedule in which all ranks gather every message, before moves, and its time."""
     best, best_us = _best(costs, chain(_starts(costs), _fillings(costs)), None, costs.unshared_us)
     if best is not None:
         best, best_us = _halved(costs, best, best_us)
         best, best_us = _best(costs, list(_cuts(costs, best.owners)), best, best_us)
-    if costs.inside is not None:
-        best, best_us = _best(costs, _inside(costs), best, best_us)
-    if best is not None and best_us > costs.bound_us * (1.0 + NEAR):
-        best, best_us = _moved(costs, best, best_us)
-    return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
+    return best, best_us
 
 
 def _best(
@@ -72,20 +86,21 @@ def _best(
 
 
 def _inside(costs: OperatorCosts) -> Iterator[OperatorShares]:
-    """Yield schedules with messages inside of nodes: all, or those of matrices with less time for their bytes than the
-    ones that all ranks share.
+    """Yield schedules with messages inside of nodes: all, or those of matrices with less time for their bytes, or more,
+    than the ones that all ranks share.
     """
     node = costs.of_node
-    if (found := _search(node).shares) is not None:
+    if (found := _built(node)[0]) is not None:
         yield replace(found, inside=tuple(range(len(found.messages))))
     cuts = sorted({costs.count * cut // CUTS for cut in range(CUTS + 1)})
-    for (start, stop), messages in product(combinations(cuts, 2), FEW_MESSAGES):
-        parts = costs.by_density[:start], costs.by_density[start:stop]
-        orders = (sorted(part, key=lambda i: (-costs.operator_us[i], i)) for part in parts)
-        far, near = (
-            in_messages(of, longest_first_owners(of, order), messages, longest=True)
-            for of, order in zip((costs, node), orders, strict=True)
-        )
+    by_density = costs.by_density
+    for (start, stop), messages, order in product(combinations(cuts, 2), FEW_MESSAGES, (by_density, by_density[::-1])):
+        parts = order[:start], order[start:stop]
+        far_order, near_order = (sorted(part, key=lambda i: (-costs.operator_us[i], i)) for part in parts)
+        near = in_messages(node, longest_first_owners(node, near_order), messages, longest=True)
+        loads_us = loads_of([node.operator_us[i] for i in near_order], [near.owners[i] for i in near_order], node.ranks)
+        far_owners = longest_first_owners(costs, far_order, loads=loads_us * (costs.ranks // node.ranks))
+        far = in_messages(costs, far_owners, messages, longest=True)
         inside = range(len(far.messages), len(far.messages) + len(near.messages))
         yield OperatorShares(tuple(map(max, far.owners, near.owners)), far.messages + near.messages, tuple(inside))
 
@@ -173,17 +188,20 @@ def _owners(costs: OperatorCosts, order: Sequence[int]) -> list[list[int]]:
 
 
 def longest_first_owners(
-    costs: OperatorCosts, order: Sequence[int], weights: Sequence[float] | None = None
-) -> list[int]:
+    costs: OperatorCosts, order: Sequence[int], weights: Sequence[float] | None = None,
+    loads: Sequence[float] | None = None,
+) -> list[int]:  # fmt: skip
     """Return the rank of each matrix, in this order to the one of least time (or `weights`); −1 for those that are not
-    in it.
+    in it. `loads`: what ranks have already.
     """
-    owners, loads = [-1] * costs.count, [(0.0, 0, rank) for rank in range(costs.ranks)]
+    owners, known = [-1] * costs.count, loads or [0.0] * costs.ranks
+    heap = [(load, 0, rank) for rank, load in enumerate(known)]
+    heapq.heapify(heap)
     weights = costs.operator_us if weights is None else weights
     for matrix in order:
-        load, size_bytes, rank = heapq.heappop(loads)
+        load, size_bytes, rank = heapq.heappop(heap)
         owners[matrix] = rank
-        heapq.heappush(loads, (load + weights[matrix], size_bytes + costs.result_bytes[matrix], rank))
+        heapq.heappush(heap, (load + weights[matrix], size_bytes + costs.result_bytes[matrix], rank))
     return owners
 
 
@@ -217,14 +235,16 @@ def in_messages(
     return by_message(costs, owners, message)
 
 
-def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tuple[OperatorShares, float]:
+def _moved(
+    costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: int
+) -> tuple[OperatorShares, float]:
     """Change the owner or message of single matrices, exchange two owners, or merge messages, while that is shorter."""
     # Every place in the order has two numbers: of a message of all ranks, and of one inside of nodes.
     owners, message, inside = list(shares.owners), [0] * costs.count, range(1, 10**9, 2)
     for number, members in enumerate(shares.messages):
         for matrix in members:
             message[matrix] = 2 * number + (number in shares.inside)
-    left, again = max(20, MOVES // costs.count), True
+    left, again = max(20, moves // costs.count), True
     while again and left > 0:
         again = False
         for matrix in range(costs.count):

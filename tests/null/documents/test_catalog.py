@@ -72,7 +72,9 @@ def test_operators_are_as_fast_on_another_accelerator_as_its_products_of_matrice
 
 
 def test_muon_is_for_transformers_alone() -> None:
-    with pytest.raises(InputError, match=r"resnet50: found no matrices of hidden layers for Muon, expected a transformer"):
+    with pytest.raises(
+        InputError, match=r"resnet50: found no matrices of hidden layers for Muon, expected a transformer"
+    ):
         find_profile("resnet50+muon")
 
 
