@@ -33,7 +33,7 @@ def hidden_matrix(gradient: Gradient, width: int) -> tuple[int, int] | None:
     """Return rows and columns of a parameter that Muon's authors would train by it: a matrix that is no embedding and
     no output layer; None for others. Where a profile has no matrix, one of its dimensions is the model's `width`.
     """
-    name = gradient.name.lower()
+    name = gradient.name.lower().replace("multihead", "")
     if any(part in name for part in APART):
         return None
     if gradient.matrix is not None:

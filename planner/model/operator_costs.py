@@ -13,6 +13,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class OperatorCosts:
         """Ranks that share a message's matrices, and the time of its all-gather: all ranks, and those of a node."""
         return (self.ranks, self.curve), *((self.inside,) if self.inside else ())
 
-    @property
+    @cached_property
     def of_node(self) -> OperatorCosts:
         """Costs of one node by itself, where messages may stay inside of nodes."""
         ranks, curve = self.scopes[True]
@@ -140,6 +141,8 @@ class OperatorCosts:
 
     def update(self, shares: OperatorShares) -> SharedUpdate:
         """Return the times of an update with these owners and messages."""
+        if shares.inside and len(shares.inside) == len(shares.messages):  # every node alike
+            return self.of_node.update(replace(shares, inside=()))
         done, free_us, busy = [0.0] * self.ranks, [0.0, 0.0], list[tuple[float, float]]()
         arrival: dict[int, float] = {}
         for number, (members, time_us) in enumerate(zip(shares.messages, self.gathers_us(shares), strict=True)):
@@ -148,7 +151,10 @@ class OperatorCosts:
             for matrix in members:
                 work_us[shares.owners[matrix]] += self.owner_us[matrix]
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
-            done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]
+            if self.compute_slowed == 1.0:
+                done = list(map(add, done, everyone))
+            else:
+                done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]
             start_us = max(free_us[inside], *done)
             free_us[inside] = start_us + time_us
             busy = _with_interval(busy, start_us, free_us[inside])

@@ -59,8 +59,8 @@ def _search(costs: OperatorCosts) -> OwnerSearch:
         starts.append(_best(costs, some, None, costs.unshared_us))
     best, best_us = min(starts, key=lambda one: one[1])
     if best_us > costs.bound_us * (1.0 + NEAR):
-        tried = [one for one in starts if one[0] is not None and one[1] <= best_us * HOPELESS]
-        moved = [_moved(costs, *one, MOVES // len(tried)) for one in tried if one[0] is not None]
+        tried = [(one, us) for one, us in starts if one is not None and us <= best_us * HOPELESS]
+        moved = [_moved(costs, one, us, MOVES // len(tried)) for one, us in tried]
         best, best_us = min([(best, best_us), *moved], key=lambda one: one[1])
     return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
 
