@@ -235,9 +235,7 @@ def in_messages(
     return by_message(costs, owners, message)
 
 
-def _moved(
-    costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: int
-) -> tuple[OperatorShares, float]:
+def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: int) -> tuple[OperatorShares, float]:
     """Change the owner or message of single matrices, exchange two owners, or merge messages, while that is shorter."""
     # Every place in the order has two numbers: of a message of all ranks, and of one inside of nodes.
     owners, message, inside = list(shares.owners), [0] * costs.count, range(1, 10**9, 2)
