@@ -20,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.marked import write_part
-from benchmarks.newton_schulz import with_newton_schulz
 from benchmarks.owned_memory import MOST, memory
 from planner.comparison.measure import compare_rank
 from planner.comparison.report import summarize, values_by_name
@@ -33,6 +33,7 @@ from planner.comparison.statistics import ratio_interval
 from planner.comparison.variants import PLAN, Rounds, make_lineup
 from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_profile
+from planner.documents.newton_schulz import with_newton_schulz
 from planner.documents.profile import ComputeProfile, Gradient, Profile, ProfileWorld, load_profile, parse_cluster
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.model.modes import step_us
@@ -42,6 +43,7 @@ from planner.search.owners import best_owners
 from runtime.plan import ModelReference, load_plan
 
 MODELS, HOSTS, GIGABITS, SHARES = ("gpt2", "bert-large"), (4, 8), (10, 25), (0.3, 0.5, 0.7)
+PUBLISHED, CLUSTERS = ("gpt2", "bert-large", "llama-1b"), ("a100-8x8-25gb", "a100-8x8-400gb", "aws-p5")
 JOB, EVERY_RANK = "examples/muon.py:job", "operators:every_rank"
 OF_EVERY_RANK, WHERE_BOUND, OF_LONGEST, NEVER_ABOVE, REAL = 0.60, 0.55, 0.93, 1.01, 0.80
 """Targets: mean over every rank repeating, where the bound is at most the second; mean over the longest first, and the
@@ -54,10 +56,7 @@ MATRICES, RANKS, CASES, NEAR_BOUND, PLANNED_S = 400, 64, 50, 0.02, 1.0
 class Row:
     """One cell: steps in microseconds."""
 
-    model: str
-    hosts: int
-    gigabits: int
-    share: float
+    head: tuple[str, ...]
     every_us: float
     longest_us: float
     robin_us: float
@@ -66,6 +65,8 @@ class Row:
     owned: int
     matrices: int
     messages: int
+    inside: int
+    """Messages inside of nodes."""
 
     @property
     def cells(self) -> list[str]:
@@ -73,46 +74,54 @@ class Row:
         times_us = (self.every_us, self.robin_us, self.longest_us, self.plan_us, self.bound_us)
         shown = (f"{time_us / 1e3:.1f}" for time_us in times_us)
         return [
-            self.model, str(self.hosts), str(self.gigabits), f"{self.share:.0%}", *shown,
-            f"{self.plan_us / self.every_us:.3f}", f"{self.plan_us / self.longest_us:.3f}",
-            f"{self.owned} of {self.matrices}", str(self.messages),
+            *self.head, *shown, f"{self.plan_us / self.every_us:.3f}", f"{self.plan_us / self.longest_us:.3f}",
+            f"{self.owned} of {self.matrices}", f"{self.messages}{f', {self.inside} inside' if self.inside else ''}",
         ]  # fmt: skip
 
 
-def predict(model: str, hosts: int, gigabits: int, share: float) -> Row:
+def predict(profile: Profile, *head: str) -> Row:
     """Predict one cell."""
-    link = {"bandwidth": f"{gigabits}gbit", "latency": "20us"}
-    cluster = parse_cluster({"schema": "planner.cluster/1", "nodes": hosts, "inter": link})
-    problem = make_problem(with_newton_schulz(find_profile(model), share), cluster)
+    problem = make_problem(profile)
     times = {name: step_us(problem, make_schedule(problem, name)) for name in (
         "operators:every_rank", "operators:longest_first", "operators:round_robin", "optimal")}  # fmt: skip
     costs, found = operator_costs(problem), best_owners(problem)
     assert costs is not None
     assert found is not None
-    owners = found.shares.owners if found.shares else ()
+    owners, messages, inside = (
+        (found.shares.owners, found.shares.messages, found.shares.inside) if found.shares else ((), (), ())
+    )
     bound_us = times["optimal"] - found.update_us + found.bound_us
     return Row(
-        model, hosts, gigabits, share, times["operators:every_rank"], times["operators:longest_first"],
-        times["operators:round_robin"], times["optimal"], bound_us, sum(owner >= 0 for owner in owners), costs.count,
-        len(found.shares.messages) if found.shares else 0,
+        head, times["operators:every_rank"], times["operators:longest_first"], times["operators:round_robin"],
+        times["optimal"], bound_us, sum(owner >= 0 for owner in owners), costs.count, len(messages), len(inside),
     )  # fmt: skip
 
 
-def table(rows: list[Row]) -> str:
-    """Return predictions as Markdown, with a line on the targets."""
+def on_hosts(model: str, hosts: int, gigabits: int, share: float) -> Row:
+    """Predict one cell of hosts of one rank."""
+    link = {"bandwidth": f"{gigabits}gbit", "latency": "20us"}
+    cluster = parse_cluster({"schema": "planner.cluster/1", "nodes": hosts, "inter": link})
+    profile = replace(with_newton_schulz(find_profile(model), share), cluster=cluster)
+    return predict(profile, model, str(hosts), str(gigabits), f"{share:.0%}")
+
+
+def table(rows: list[Row], *head: str) -> str:
+    """Return predictions as Markdown."""
     columns = (
-        "model", "hosts", "Gbit/s", "share", "every rank", "round robin", "longest first", "plan", "bound",
-        "of every rank", "of longest first", "owned", "messages",
+        *head, "every rank", "round robin", "longest first", "plan", "bound", "of every rank", "of longest first",
+        "owned", "messages",
     )  # fmt: skip
-    lines = [f"| {' | '.join(columns)} |", "|---" * 4 + "|--:" * (len(columns) - 4) + "|"]
-    lines += [f"| {' | '.join(row.cells)} |" for row in rows]
-    found = figures(rows)
-    text = (
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(head) + "|--:" * (len(columns) - len(head)) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.cells)} |" for row in rows)])
+
+
+def described(found: Mapping[str, float]) -> str:
+    """Return a sentence on the targets."""
+    return (
         f"Steps in ms, all predicted; Newton–Schulz estimated by FLOPs. Mean over every rank's step where the bound is "
         f"at most {WHERE_BOUND} of it: {found['every']:.3f}; over the longest first's: {found['longest']:.3f}, at most "
         f"{found['most']:.3f}."
     )
-    return "\n".join([*lines, "", text])
 
 
 def figures(rows: list[Row]) -> dict[str, float]:
@@ -217,11 +226,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12, help="interleaved blocks that these are spread over")
     options = parser.parse_args()
     rows = [
-        predict(model, hosts, gigabits, share)
+        on_hosts(model, hosts, gigabits, share)
         for model in MODELS for hosts in HOSTS for gigabits in GIGABITS for share in SHARES
     ]  # fmt: skip
-    parts = {"predicted": table(rows)}
     found = figures(rows)
+    published = [predict(find_profile(f"{one}+muon@{on}"), one, on) for one in PUBLISHED for on in CLUSTERS]
+    parts = {
+        "predicted": f"{table(rows, 'model', 'hosts', 'Gbit/s', 'share')}\n\n{described(found)}",
+        "published": table(published, "model", "cluster"),
+    }
     parts["planning"], longest_s = planning()
     parts["memory"], shares = memory()
     missed = (

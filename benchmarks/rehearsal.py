@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.figures import Figures
 from benchmarks.marked import parser_of, tabulate
-from benchmarks.newton_schulz import with_newton_schulz
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
+from planner.documents.newton_schulz import with_newton_schulz
 from planner.rehearse.asked import Target, ask_plan, find_target
 from planner.rehearse.rehearsal import rehearse
 from runtime.plan.interfaces import LATE_GATHER

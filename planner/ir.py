@@ -120,18 +120,21 @@ class Synchronous(Mode):
 class OperatorShares:
     """The ranks that compute a matrix optimizer's operators, and the messages of their results.
 
-    >>> str(OperatorShares((0, -1, 1), ((2,), (0,))))
-    'operators 0,-,1 in 2|0'
+    >>> str(OperatorShares((0, -1, 1), ((2,), (0,)), inside=(1,)))
+    'operators 0,-,1 in 2|0 inside 1'
     """
 
     owners: tuple[int, ...]
     """The rank that computes each matrix of `planner.model.operator_costs.OperatorCosts`; −1: every rank does."""
     messages: tuple[tuple[int, ...], ...]
     """Matrices of each message, in launch order."""
+    inside: tuple[int, ...] = ()
+    """Messages that every node gathers by itself, in order: ranks of their owners are those within each node."""
 
     def __str__(self) -> str:
         messages = "|".join(",".join(map(str, members)) for members in self.messages)
-        return f"operators {format_owners(self.owners)} in {messages}"
+        inside = f" inside {','.join(map(str, self.inside))}" if self.inside else ""
+        return f"operators {format_owners(self.owners)} in {messages}{inside}"
 
     @classmethod
     def parse(cls, line: str) -> OperatorShares | None:
@@ -139,14 +142,15 @@ class OperatorShares:
         match = _OPERATORS.fullmatch(line)
         if match is None:
             return None
-        return cls(
-            parse_owners(match[1]), tuple(tuple(map(int, members.split(","))) for members in match[2].split("|"))
-        )
+        messages = tuple(tuple(map(int, members.split(","))) for members in match[2].split("|"))
+        return cls(parse_owners(match[1]), messages, tuple(map(int, match[3].split(","))) if match[3] else ())
 
 
 OWNERS = r"(?:[0-9]{1,9}|-)(?:,(?:[0-9]{1,9}|-))*"
 """Pattern of owners in the text form."""
-_OPERATORS = re.compile(rf"operators ({OWNERS}) in ([0-9]{{1,9}}(?:[,|][0-9]{{1,9}})*)")
+_OPERATORS = re.compile(
+    rf"operators ({OWNERS}) in ([0-9]{{1,9}}(?:[,|][0-9]{{1,9}})*)(?: inside ([0-9]{{1,9}}(?:,[0-9]{{1,9}})*))?"
+)
 
 
 def format_owners(owners: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ def verify(
     elements: Elements | None = None,
     norms: tuple[int, int] = (0, 1),
     matrices: int = 0,
+    node_ranks: int = 0,
 ) -> None:
     """Check the invariants of a schedule.
 
@@ -34,6 +35,7 @@ def verify(
         elements: where given, what buckets select is checked against what their layers have.
         norms: the number of layers whose norms the optimizer needs, and of ranks.
         matrices: the number of matrices with an operator.
+        node_ranks: see `planner.model.operator_costs.node_ranks`.
 
     Raises:
         VerifyError: the mode is riskier than allowed, has a defect, or does not go with a bucket or with shared norms
@@ -47,7 +49,7 @@ def verify(
         raise VerifyError(f"{mode}: {defect}")
     if ACCURACIES.index(mode.accuracy) > ACCURACIES.index(accuracy):
         raise VerifyError(f"{mode}: that is {mode.accuracy}, but the plan has to be {accuracy}")
-    _check_update(schedule, norms, matrices)
+    _check_update(schedule, norms, matrices, node_ranks)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
         if not bucket.gradients:
@@ -76,7 +78,7 @@ def verify(
         raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
 
 
-def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: int) -> None:
+def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: int, node_ranks: int) -> None:
     mode = schedule.mode.name
     if schedule.norms is not None:
         _check_norms(mode, schedule.norms, *norms)
@@ -84,7 +86,7 @@ def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: int) -> 
         return
     if (reason := reason_against(mode, SHARED_OPERATOR)) is not None:
         raise VerifyError(f"operators are shared, but {reason}")
-    if (wrong := operators_defect(schedule.operators, matrices, norms[1])) is not None:
+    if (wrong := operators_defect(schedule.operators, matrices, norms[1], node_ranks)) is not None:
         raise VerifyError(wrong)
 
 

@@ -64,7 +64,7 @@ def print_strategies(asked: bool) -> None:
 
 def profile_argument() -> Any:
     """Return the field of the profile to decide or predict for."""
-    text = "profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog)."
+    text = "profile.json, or a name: MODEL, MODEL@CLUSTER or MODEL+muon@CLUSTER (planner catalog)."
     return argument(text, autocompletion=completed("models_beginning"))
 
 

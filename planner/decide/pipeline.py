@@ -9,10 +9,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from planner.ir import Schedule, Synchronous
-from planner.model.operator_costs import matrix_count
+from planner.model.operator_costs import matrix_count, node_ranks
 from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Candidate, Frontier, Pass, Pipeline
@@ -83,16 +84,16 @@ def run_passes(
     Returns:
         The last candidate, with what those before it report of the plan.
     """
-    dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
-    norms, matrices = (len(problem.norm_layers), problem.ranks), matrix_count(problem)
-    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms, matrices=matrices)
+    check = partial(
+        verify, dtype_ids=problem.dtype_ids.tolist(), accuracy=accuracy, elements=problem.layer_elements,
+        norms=(len(problem.norm_layers), problem.ranks), matrices=matrix_count(problem), node_ranks=node_ranks(problem),
+    )  # fmt: skip
+    check(schedule)
     found = Candidate(schedule=schedule)
     for current in passes:
         started = time.perf_counter()
         found = _merged(found, current, problem)
-        verify(
-            found.schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms, matrices=matrix_count(problem)
-        )
+        check(found.schedule)
         seconds = time.perf_counter() - started
         if after_pass is not None:
             after_pass(current.name, found.schedule, seconds)

@@ -1,7 +1,7 @@
 """Profiles and clusters by name: the documents that ship with the package, `profiles/` of the repository.
 
-A name is that of a file without its ending; `MODEL@CLUSTER` is a model on a cluster. A path that exists wins over a
-name, on either side of the `@`. Never imports torch.
+A name is that of a file without its ending; `MODEL@CLUSTER` is a model on a cluster, `MODEL+muon` one that Muon trains.
+A path that exists wins over a name, on either side of the `@`. Never imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from planner.documents.newton_schulz import with_newton_schulz
 from planner.documents.profile import Cluster, Profile, load_cluster, load_profile
 from runtime.errors import InputError
 from runtime.plan.files import checked_path
@@ -23,6 +24,8 @@ FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "profiles"
 """Folder of the documents: inside of the package in a wheel, next to it in a checkout, also installed as editable."""
 
 MAX_SUGGESTIONS = 3
+WITH_MUON = "+muon"
+"""End of the names of models whose hidden matrices Muon updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +96,25 @@ def search(text: str) -> list[Entry]:
 
 
 def find_profile(given: Profile | str | Path) -> Profile:
-    """Return the profile that is meant: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`.
+    """Return the profile that is meant: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`; `MODEL+muon`
+    is a model whose hidden matrices Muon updates, in estimated times.
 
-    Raises InputError: neither a file nor a name (lists the near and the known ones); the document is wrong.
+    Raises InputError: neither a file nor a name (lists the near and the known ones); the document is wrong; Muon is for
+    no matrix of it.
     """
     if isinstance(given, Profile):
         return given
     model, at, cluster = checked_path(given).rpartition("@")
     if not at or Path(given).exists():
+        return _model(given)
+    return replace(_model(model), cluster=load_cluster(_locate("cluster", cluster)))
+
+
+def _model(given: str | Path) -> Profile:
+    name = str(given).removesuffix(WITH_MUON)
+    if name == str(given) or Path(given).exists():
         return load_profile(_locate("model", given))
-    return replace(load_profile(_locate("model", model)), cluster=load_cluster(_locate("cluster", cluster)))
+    return with_newton_schulz(load_profile(_locate("model", name)))
 
 
 def find_cluster(given: Cluster | str | Path) -> Cluster:

@@ -103,7 +103,8 @@ def on_accelerator(profile: Profile, cluster: Cluster) -> Profile:
     old = _measured_on(profile) if estimate is None else estimate.gpu
     if old is None or new is None or old == new:
         return profile
-    moved = scale_profile(profile, _step_ratio(profile, new), 1.0 / memory_ratio(old, new))
+    ratio = _step_ratio(profile, new)
+    moved = scale_profile(profile, ratio, 1.0 / memory_ratio(old, new), ratio)  # operators are products of matrices
     world = replace(profile.world, accelerator=new, memory_bytes=int(ACCELERATORS[new].memory_bytes))
     compute = moved.compute if estimate is None else replace(moved.compute, estimate=replace(estimate, gpu=new))
     return replace(moved, compute=compute, world=world)
@@ -133,18 +134,19 @@ STEP_TIMES = (
     "fixed_us",
     "sample_us",
 )
-UPDATE_TIMES = ("update_us", "norm_us", "operator_us", "before_us")
+UPDATE_TIMES = ("update_us", "norm_us", "before_us")
 """Fields of records that grow with forward and backward, and with the optimizer's update."""
 
 
-def scale_profile(profile: Profile, step: float, update: float) -> Profile:
-    """Return the profile with forward and backward times `step`, updates times `update`.
+def scale_profile(profile: Profile, step: float, update: float, operator: float | None = None) -> Profile:
+    """Return the profile with forward and backward times `step`, updates times `update`; `operator`: see
+    `scale_compute`.
 
     Minibatches of local updaters are multiplied by what they spend on either.
     """
     if step == 1.0 and update == 1.0:
         return profile
-    compute, measured = scale_compute(profile.compute, step, update), profile.local_async
+    compute, measured = scale_compute(profile.compute, step, update, operator), profile.local_async
     both = step
     if measured is not None:
         updating = min(1.0, sum(layer.update_us for layer in measured.layers) / measured.curve[0].minibatch_us)
@@ -154,11 +156,17 @@ def scale_profile(profile: Profile, step: float, update: float) -> Profile:
     return replace(profile, compute=compute, **scaled)
 
 
-def scale_compute(compute: ComputeProfile, step: float, update: float) -> ComputeProfile:
-    """Return forward and backward times `step`, the update times `update`."""
-    if step == 1.0 and update == 1.0:
+def scale_compute(compute: ComputeProfile, step: float, update: float, operator: float | None = None) -> ComputeProfile:
+    """Return forward and backward times `step`, the update times `update`, but for operators of matrices, which are a
+    part of it: times `operator`, by default as the rest.
+    """
+    operator = update if operator is None else operator
+    if step == update == operator == 1.0:
         return compute
-    return replace(scale_times(compute, _factors(step, update)), intervals=None)
+    shapes = compute.operator.shapes if compute.operator else ()
+    more_us = (operator - update) * sum(shape.operator_us * len(shape.parameters) for shape in shapes)
+    scaled = scale_times(compute, _factors(step, update) | {"operator_us": operator})
+    return replace(scaled, update_us=max(0.0, scaled.update_us + more_us), intervals=None)
 
 
 def _factors(step: float, update: float) -> dict[str, float]:

@@ -9,10 +9,11 @@ slow each other down, messages are counted as slowed throughout, and compute whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,10 @@ import numpy as np
 from planner.documents.text import ms, pluralize
 from planner.ir import OperatorShares
 from planner.model.problem import Curve, Problem
-from runtime.plan import UpdatePlan
+from runtime.plan import OperatorPlan, UpdatePlan
 
 HALVINGS = 40
 """Steps of the search for a lower bound."""
-
-
-@dataclass(frozen=True)
-class Gather:
-    """One message of results in the update's time, in microseconds from the beginning of the update."""
-
-    matrices: tuple[int, ...]
-    start_us: float
-    end_us: float
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,6 @@ class SharedUpdate:
     update_us: float
     computed_us: float
     """End of the longest share."""
-    gathers: tuple[Gather, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +56,8 @@ class OperatorCosts:
     """Factor of compute while there is a message."""
     before_us: tuple[float, ...] = ()
     """Work of an owner before it calls the operator; empty: none."""
+    inside: tuple[int, Curve] | None = None
+    """Number of ranks of a node, and the time of an all-gather inside of one; None: all gather every message."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -72,7 +65,7 @@ class OperatorCosts:
         profile = problem.profile.compute.operator
         if profile is None or problem.ranks == 1:
             return None
-        listed = {name: shape for shape in profile.shapes for name in shape.parameters}
+        listed, node = {name: shape for shape in profile.shapes for name in shape.parameters}, problem.node_costs
         sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
         total_us = sum(shape.operator_us for shape in listed.values())
         rest_us = max(0.0, problem.update_us - total_us)
@@ -91,11 +84,23 @@ class OperatorCosts:
             slowed=problem.contention.network if problem.contended else 1.0,
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
             before_us=tuple(listed[name].before_us for name in names),
+            inside=None if node is None else (problem.cost.cluster.ranks_per_node, node.gather.curve),
         )
 
     @property
     def count(self) -> int:
         return len(self.names)
+
+    @cached_property
+    def scopes(self) -> tuple[tuple[int, Curve], ...]:
+        """Ranks that share a message's matrices, and the time of its all-gather: all ranks, and those of a node."""
+        return (self.ranks, self.curve), *((self.inside,) if self.inside else ())
+
+    @cached_property
+    def of_node(self) -> OperatorCosts:
+        """Costs of one node by itself, where messages may stay inside of nodes."""
+        ranks, curve = self.scopes[True]
+        return replace(self, ranks=ranks, curve=curve, inside=None)
 
     @cached_property
     def replicated_us(self) -> float:
@@ -115,56 +120,69 @@ class OperatorCosts:
     def message_bytes(self, shares: OperatorShares) -> list[int]:
         """Return the gathered bytes of each message: from each rank as many as the most that one of them has."""
         sizes = []
-        for members in shares.messages:
-            own = [0] * self.ranks
+        for number, members in enumerate(shares.messages):
+            ranks, _ = self.scopes[number in shares.inside]
+            own = [0] * ranks
             for matrix in members:
                 own[shares.owners[matrix]] += self.result_bytes[matrix]
-            sizes.append(self.ranks * max(own))
+            sizes.append(ranks * max(own))
         return sizes
 
     def gathers_us(self, shares: OperatorShares) -> list[float]:
         """Return the time of each message."""
         sizes = np.array(self.message_bytes(shares), dtype=np.float64)
-        times: list[float] = (self.curve(sizes) * self.slowed).tolist() if len(sizes) else []
-        return times
+        if not len(sizes):
+            return []
+        times_us = self.curve(sizes)
+        for number in shares.inside:
+            times_us[number] = self.scopes[True][1](sizes[number : number + 1])[0]
+        found: list[float] = (times_us * self.slowed).tolist()
+        return found
 
     def update(self, shares: OperatorShares) -> SharedUpdate:
         """Return the times of an update with these owners and messages."""
-        done, network_us, gathers = [0.0] * self.ranks, 0.0, list[Gather]()
+        if shares.inside and len(shares.inside) == len(shares.messages):  # every node alike
+            return self.of_node.update(replace(shares, inside=()))
+        done, free_us, busy = [0.0] * self.ranks, [0.0, 0.0], list[tuple[float, float]]()
         arrival: dict[int, float] = {}
-        for members, time_us in zip(shares.messages, self.gathers_us(shares), strict=True):
-            work_us = [0.0] * self.ranks
+        for number, (members, time_us) in enumerate(zip(shares.messages, self.gathers_us(shares), strict=True)):
+            inside = number in shares.inside
+            work_us = [0.0] * self.scopes[inside][0]
             for matrix in members:
                 work_us[shares.owners[matrix]] += self.owner_us[matrix]
-            done = [self._computed(*one, gathers) for one in zip(done, work_us, strict=True)]
-            start_us = max(network_us, *done)
-            network_us = start_us + time_us
-            gathers.append(Gather(members, start_us, network_us))
-            arrival.update(dict.fromkeys(members, network_us))
+            everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
+            if self.compute_slowed == 1.0:
+                done = list(map(add, done, everyone))
+            else:
+                done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]
+            start_us = max(free_us[inside], *done)
+            free_us[inside] = start_us + time_us
+            busy = _with_interval(busy, start_us, free_us[inside])
+            arrival.update(dict.fromkeys(members, free_us[inside]))
         now_us = computed_us = max(done)
         for matrix in range(self.count):
             if shares.owners[matrix] >= 0:
                 now_us, left_us = max(now_us, arrival[matrix]), self.apply_us[matrix]
             else:
                 left_us = self.operator_us[matrix] + self.apply_us[matrix]
-            now_us = self._computed(now_us, left_us, gathers)
-        return SharedUpdate(self._computed(now_us, self.last_us, gathers), computed_us, tuple(gathers))
+            now_us = self._computed(now_us, left_us, busy)
+        return SharedUpdate(self._computed(now_us, self.last_us, busy), computed_us)
 
-    def _computed(self, start_us: float, work_us: float, gathers: Sequence[Gather]) -> float:
-        """Return when work ends that begins at `start_us`, slowed while one of these messages is in flight."""
-        if self.compute_slowed == 1.0 or not gathers or gathers[-1].end_us <= start_us:
+    def _computed(self, start_us: float, work_us: float, busy: Sequence[tuple[float, float]]) -> float:
+        """Return when work ends that begins at `start_us`, slowed during these times of messages."""
+        if self.compute_slowed == 1.0 or not busy or busy[-1][1] <= start_us:
             return start_us + work_us
-        for gather in gathers:
-            if gather.end_us <= start_us:
+        for begin_us, end_us in busy:
+            if end_us <= start_us:
                 continue
-            free_us = max(0.0, gather.start_us - start_us)
+            free_us = max(0.0, begin_us - start_us)
             if work_us <= free_us:
                 break
             start_us, work_us = start_us + free_us, work_us - free_us
-            if (slow_us := self.compute_slowed * work_us) <= gather.end_us - start_us:
+            if (slow_us := self.compute_slowed * work_us) <= end_us - start_us:
                 return start_us + slow_us
-            work_us -= (gather.end_us - start_us) / self.compute_slowed
-            start_us = gather.end_us
+            work_us -= (end_us - start_us) / self.compute_slowed
+            start_us = end_us
         return start_us + work_us
 
     @cached_property
@@ -178,8 +196,8 @@ class OperatorCosts:
         then sends the last of them, or one is on all ranks with an even part of the others.
         """
         order = sorted(range(self.count), key=lambda i: -self.operator_us[i])
-        least_bytes = np.minimum.accumulate([float(self.ranks * self.result_bytes[matrix]) for matrix in order])
-        sent_us = (self.curve(least_bytes) * self.slowed).tolist()
+        least_bytes = np.minimum.accumulate([float(self.result_bytes[matrix]) for matrix in order])
+        sent_us = (np.min([curve(ranks * least_bytes) for ranks, curve in self.scopes], axis=0) * self.slowed).tolist()
         after_us, bounds_us = min(self.apply_us) + self.last_us, [0.0]
         for k, place in enumerate(range(0, self.count, self.ranks)):
             least_us = self.operator_us[order[place]]
@@ -191,31 +209,38 @@ class OperatorCosts:
     def _relaxed_us(self, rest_us: float) -> float:
         """Lower bound of the update so that both the longest rank's operators and the messages are within it.
 
-        A rank computes at least what is left on all ranks and an even part of what is shared; the network carries at
-        least the results of the rank with most of them, from all ranks, from the end of the shortest operator on, by a
-        line that no message is below.
+        A rank computes at least what is left on all ranks and an even part of what is shared; links carry at least the
+        results of the rank with most of them, from all that share, from the end of the shortest operator on, by a line
+        that no message is below.
         """
-        sizes = np.geomspace(1.0, max(2.0, 2.0 * self.ranks * sum(self.result_bytes)), 200)
-        times_us = self.curve(sizes) * self.slowed
-        byte_us = max(1e-12, float((np.diff(times_us) / np.diff(sizes)).min()))
-        message_us = max(0.0, float((times_us - byte_us * sizes).min()))
-        apart_us = message_us + min(self.operator_us) + min(self.apply_us) + self.last_us
+        lines = [(ranks, *self._line_us(ranks, curve)) for ranks, curve in self.scopes]
         low_us, high_us = rest_us + self.replicated_us / self.ranks, rest_us + self.replicated_us
         for _ in range(HALVINGS):
-            update_us = 0.5 * (low_us + high_us)
-            shared_us = self._shareable_us(max(0.0, update_us - apart_us) / byte_us / self.ranks)
-            fits = rest_us + self.replicated_us - shared_us * (1.0 - 1.0 / self.ranks) <= update_us
-            low_us, high_us = (low_us, update_us) if fits else (update_us, high_us)
+            update_us, left_us = 0.5 * (low_us + high_us), self.replicated_us
+            computed_us = rest_us + left_us
+            for ranks, byte_us, apart_us in lines:  # the more ranks share, the more is saved
+                shared_us = self._shareable_us(max(0.0, update_us - apart_us) / byte_us / ranks, ranks)
+                shared_us = min(left_us, shared_us)
+                left_us, computed_us = left_us - shared_us, computed_us - shared_us * (1.0 - 1.0 / ranks)
+            low_us, high_us = (low_us, update_us) if computed_us <= update_us else (update_us, high_us)
         return low_us
 
-    def _shareable_us(self, rank_bytes: float) -> float:
+    def _line_us(self, ranks: int, curve: Curve) -> tuple[float, float]:
+        """Return the time of a byte, and that outside of all bytes, by a line that no message of these is below."""
+        sizes = np.geomspace(1.0, max(2.0, 2.0 * ranks * sum(self.result_bytes)), 200)
+        times_us = curve(sizes) * self.slowed
+        byte_us = max(1e-12, float((np.diff(times_us) / np.diff(sizes)).min()))
+        message_us = max(0.0, float((times_us - byte_us * sizes).min()))
+        return byte_us, message_us + min(self.operator_us) + min(self.apply_us) + self.last_us
+
+    def _shareable_us(self, rank_bytes: float, ranks: int) -> float:
         """Return at most the time of operators whose results fit into `rank_bytes` on each rank: as many of one size as
         a rank has room for, and parts of them, those with the most time for their bytes first.
         """
-        time_us, left, room = 0.0, self.ranks * rank_bytes, dict[int, int]()
+        time_us, left, room = 0.0, ranks * rank_bytes, dict[int, int]()
         for matrix in self.by_density:
             size = self.result_bytes[matrix]
-            if room.setdefault(size, self.ranks * int(rank_bytes / size * (1.0 + 1e-9))) <= 0:
+            if room.setdefault(size, ranks * int(rank_bytes / size * (1.0 + 1e-9))) <= 0:
                 continue
             room[size] -= 1
             part = min(1.0, left / size)
@@ -228,6 +253,13 @@ class OperatorCosts:
     def by_density(self) -> list[int]:
         """Matrices, those with the most time for the bytes of their results first, of equal ones the last called."""
         return sorted(range(self.count), key=lambda i: (-self.operator_us[i] / self.result_bytes[i], -i))
+
+
+def _with_interval(busy: Sequence[tuple[float, float]], start_us: float, end_us: float) -> list[tuple[float, float]]:
+    """Return disjoint intervals, in order, with one more, joined with those that overlap it."""
+    over = [one for one in busy if one[0] < end_us and start_us < one[1]]
+    joined = min([start_us, *(begin for begin, _ in over)]), max([end_us, *(end for _, end in over)])
+    return sorted([*(one for one in busy if one not in over), joined])
 
 
 def operator_costs(problem: Problem) -> OperatorCosts | None:
@@ -245,8 +277,16 @@ def matrix_count(problem: Problem) -> int:
     return 0 if costs is None else costs.count
 
 
-def defect(shares: OperatorShares, matrices: int, ranks: int) -> str | None:
-    """Return what is wrong with owners and messages of the matrices; None where all is well."""
+def node_ranks(problem: Problem) -> int:
+    """Return the number of ranks of a node, if messages of operators may stay inside of nodes; 0 if not."""
+    costs = operator_costs(problem)
+    return costs.inside[0] if costs is not None and costs.inside is not None else 0
+
+
+def defect(shares: OperatorShares, matrices: int, ranks: int, of_node: int = 0) -> str | None:
+    """Return what is wrong with owners and messages of the matrices; None where all is well; `of_node`: see
+    `node_ranks`.
+    """
     if len(shares.owners) != matrices:
         return f"operators of {len(shares.owners)} matrices have owners, but there are {matrices}"
     odd = next((rank for rank in shares.owners if not -1 <= rank < ranks), None)
@@ -256,6 +296,11 @@ def defect(shares: OperatorShares, matrices: int, ranks: int) -> str | None:
     owned = [matrix for matrix, owner in enumerate(shares.owners) if owner >= 0]
     if sent != owned or not all(shares.messages):
         return f"messages hold the matrices {sent}, but those with an owner are {owned}"
+    if max(shares.inside, default=-1) >= len(shares.messages):
+        return f"message {max(shares.inside)} is inside nodes, but there are {len(shares.messages)}"
+    local = max((shares.owners[matrix] for number in shares.inside for matrix in shares.messages[number]), default=-1)
+    if local >= of_node and shares.inside:
+        return f"operators are computed by rank {local} of each node, but {of_node} ranks of a node can share them"
     return None
 
 
@@ -285,10 +330,11 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
         return [f"{every}; nothing to gain from owners: {plan.method or 'messages take longer than they save'}"]
     left = costs.count - len(plan.owners)
     kept = f", {left} small ones on all ranks" if left else ""
+    near = f", {len(plan.inside)} of them inside nodes" if plan.inside else ""
     gap = (plan.shared_us or 0.0) / plan.bound_us - 1.0 if plan.bound_us else 0.0
     return [
         f"{every}; owners compute {len(plan.owners)}{kept}, results come in "
-        f"{pluralize(len(plan.messages), 'message')} ({ms(plan.gather_us or 0.0)}): the update takes "
+        f"{pluralize(len(plan.messages), 'message')} ({ms(plan.gather_us or 0.0)}{near}): the update takes "
         f"{ms(plan.shared_us or 0.0)}, at most {max(0.0, gap):.1%} above the least possible"
     ]
 
@@ -298,21 +344,28 @@ def updated_by(costs: OperatorCosts, shares: OperatorShares | None) -> float:
     return costs.unshared_us if shares is None else costs.update(shares).update_us
 
 
-def shares_of(
-    problem: Problem, owners: Mapping[str, int] | None, messages: Sequence[Sequence[str]]
-) -> OperatorShares | None:
-    """Return the shares that a plan has by name; None without owners, or where one is of no operator of the problem."""
+def shares_of(problem: Problem, plan: OperatorPlan | None) -> OperatorShares | None:
+    """Return the shares that a plan has by name; None without owners, or where one is of no operator of the problem, or
+    messages stay inside of nodes that the problem does not have.
+    """
     costs = operator_costs(problem)
-    if costs is None or not owners or not owners.keys() <= set(costs.names):
+    if costs is None or plan is None or not plan.owners or not plan.owners.keys() <= set(costs.names):
         return None
     place = {name: matrix for matrix, name in enumerate(costs.names)}
-    return OperatorShares(
-        tuple(owners.get(name, -1) for name in costs.names), tuple(tuple(place[n] for n in one) for one in messages)
-    )
+    shares = OperatorShares(
+        tuple(plan.owners.get(name, -1) for name in costs.names),
+        tuple(tuple(place[name] for name in members) for members in plan.messages), tuple(plan.inside or ()),
+    )  # fmt: skip
+    return shares if defect(shares, costs.count, costs.ranks, node_ranks(problem)) is None else None
 
 
-def by_message(costs: OperatorCosts, owners: Sequence[int], message: Sequence[int]) -> OperatorShares:
-    """Return shares from the number of each matrix's message; those without an owner have any."""
+def by_message(
+    costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], inside: Container[int] = ()
+) -> OperatorShares:
+    """Return shares from the number of each matrix's message; those without an owner have any. `inside`: numbers of
+    messages that stay inside of nodes.
+    """
     owned = sorted((message[matrix], matrix) for matrix in range(costs.count) if owners[matrix] >= 0)
-    groups = groupby(owned, key=lambda one: one[0])
-    return OperatorShares(tuple(owners), tuple(tuple(matrix for _, matrix in members) for _, members in groups))
+    groups = {number: tuple(matrix for _, matrix in of) for number, of in groupby(owned, key=lambda one: one[0])}
+    near = tuple(place for place, number in enumerate(groups) if number in inside)
+    return OperatorShares(tuple(owners), tuple(groups.values()), near)

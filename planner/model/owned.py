@@ -1,15 +1,15 @@
 """Costs of a sharded step in which whole parameters have owners, as matrix optimizers (Muon, SOAP, Shampoo) need it.
 
-A message's reduce-scatter and all-gather take as long as if every rank had as much of it as the one that has most. The
-update ends with the rank that has most work. What each parameter's work takes is measured where the optimizer has an
-operator without state; else the measured update is divided by elements, of whole matrices times rows and columns, as
-their products take them. Where every rank applies the operator's results itself, these are gathered, and the rest is
-every rank's own, counted in full.
+A message takes as long as if every rank had as much of it as the one that has most, or, where nodes have several ranks,
+as the cards of the node that has most of it need. The update ends with the rank that has most work. What each
+parameter's work takes is measured where the optimizer has an operator without state; else the measured update is
+divided by elements, of whole matrices times rows and columns, as their products take them. Where every rank applies the
+operator's results itself, these are gathered, and the rest is every rank's own, counted in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,11 +88,17 @@ def longest_us(problem: Problem) -> list[float]:
 
 
 def message_sizes(
-    problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, *, updates: bool = False
-) -> list[list[float]]:
+    problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, *, updates: bool = False,
+    length: Callable[[Problem, Sequence[float]], float] | None = None,
+) -> list[list[float]]:  # fmt: skip
     """Return, for each bucket, the bytes of its messages: as many from each rank as from the one that has most.
 
-    `updates`: of gathers, which bring updates in place of weights where ranks apply them.
+    Args:
+        problem: the step.
+        buckets: gradients of each.
+        owners: of each gradient.
+        updates: whether these are gathers that bring updates in place of weights where ranks apply them.
+        length: bytes of a message in equal parts in place of one of these bytes of the ranks.
     """
     if owners is None:
         return [[float(size)] for size in problem.bucket_bytes(buckets)]
@@ -109,17 +115,44 @@ def message_sizes(
                 even[dtype] = even.get(dtype, 0.0) + sizes[gradient]
             else:
                 own.setdefault(dtype, [0.0] * problem.ranks)[owner] += sizes[gradient]
-        found.append([*even.values(), *(problem.ranks * max(loads) for loads in own.values())])
+        parts = own.values()
+        padded = (problem.ranks * max(loads) if length is None else length(problem, loads) for loads in parts)
+        found.append([*even.values(), *padded])
     return found
 
 
+def scattered_bytes(problem: Problem, loads: Sequence[float]) -> float:
+    """Return the bytes of a reduce-scatter in equal parts that takes as long as one in which ranks get these bytes."""
+    cluster = problem.cost.cluster
+    inside = cluster.ranks_per_node
+    if 1 in (inside, cluster.nodes):
+        return problem.ranks * max(loads)
+    # Links between nodes decide: cards of a node carry what all its ranks get, each at least what one of them gets.
+    of_node = max(sum(loads[first : first + inside]) for first in range(0, problem.ranks, inside))
+    return cluster.nodes * max(min(inside, cluster.nics_per_node) * max(loads), of_node)
+
+
+def gathered_bytes(problem: Problem, loads: Sequence[float]) -> float:
+    """Return the same of an all-gather, padded to equal parts or not, as `runtime.sharded.part` does what is faster."""
+    cluster, ranks, padded = problem.cost.cluster, problem.ranks, problem.ranks * max(loads)
+    if 1 in (cluster.ranks_per_node, cluster.nodes) or len(set(loads)) == 1:
+        return padded
+    # To each rank of other nodes a message of its own, where the ring takes the links between nodes once.
+    messages = (ranks - cluster.ranks_per_node) / (ranks - 1) * cluster.ranks_per_node
+    return min(padded, messages * scattered_bytes(problem, loads))
+
+
 def costs_us(
-    problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, curve: Curve, *, updates: bool = False
-) -> list[float]:
-    """Return the time of each bucket's messages, by a curve of time over bytes; `updates`: see `message_sizes`."""
+    problem: Problem, buckets: Sequence[Sequence[int]], owners: Owners, curve: Curve, *, gathered: bool = False,
+    updates: bool = False,
+) -> list[float]:  # fmt: skip
+    """Return the time of each bucket's messages, by a curve of time over bytes of a reduce-scatter, or (`gathered`) an
+    all-gather; `updates`: see `message_sizes`.
+    """
     if owners is None:
         return problem.bucket_cost_us(buckets, curve)
-    sizes = message_sizes(problem, buckets, owners, updates=updates)
+    length = gathered_bytes if gathered else scattered_bytes
+    sizes = message_sizes(problem, buckets, owners, updates=updates, length=length)
     times_us = iter(curve(np.array([size for of in sizes for size in of], dtype=np.float64)).tolist())
     return [sum(next(times_us) for _ in of) for of in sizes]
 

@@ -78,7 +78,8 @@ class Candidates:
                 options = {"accuracy": accuracy, "allow": list(run.opening.key.allow)} | self._limits(accuracy)
                 request = {
                     "profile": profile().to_document(), "options": options, "others": others,
-                    "owners": shared.owners if shared else None, "gathers": shared.messages if shared else (),
+                    "owners": shared and shared.owners, "gathers": shared.messages if shared else (),
+                    "inside": shared and shared.inside,
                 }  # fmt: skip
                 self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
@@ -184,7 +185,9 @@ def digest_of(plan: Plan) -> str:
     """Equal for plans that do the same, whatever they predict."""
     buckets = tuple(replace(bucket, reason=None, size_bytes=None) for bucket in plan.buckets)
     operator = plan.updates.operator if plan.updates else None
-    owned = OperatorPlan(owners=operator.owners, gathers=operator.gathers) if operator and operator.owners else None
+    owned = None
+    if operator is not None and operator.owners:
+        owned = OperatorPlan(owners=operator.owners, gathers=operator.gathers, inside=operator.inside)
     steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
     return Plan(
         model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,

@@ -3,7 +3,7 @@
 `python -m planner.online.deciding` reads a request from standard input and writes the answer to standard output:
 
     {"profile": {…}, "options": {"accuracy": "exact", …}, "others": [[["fc.weight", …], …], …],
-     "owners": {"fc.weight": 1}, "gathers": [["fc.weight"]]}
+     "owners": {"fc.weight": 1}, "gathers": [["fc.weight"]], "inside": null}
     {"plan": {…}, "others_us": [41200.0, …]}    or    {"problem": "…"}
 
 `options` are those of `planner.optimize`; `others_us` is what a step takes with the buckets of each of `others`, sent
@@ -31,6 +31,7 @@ from planner.ir import Bucket, Schedule
 from planner.model.operator_costs import shares_of
 from planner.model.problem import make_problem
 from runtime.errors import PlannerError
+from runtime.plan import OperatorPlan
 
 DEADLINE_S = 300
 """Time after which training stays with its plan."""
@@ -45,7 +46,8 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
     plan = optimize(profile, **request["options"])
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}
     problem = make_problem(profile)
-    present = shares_of(problem, request["owners"], request["gathers"])
+    owned = OperatorPlan(owners=request["owners"], gathers=request["gathers"] or None, inside=request.get("inside"))
+    present = shares_of(problem, owned)
     others = [
         Schedule(buckets=tuple(Bucket(tuple(index[name] for name in bucket)) for bucket in buckets), operators=present)
         for buckets in request["others"]

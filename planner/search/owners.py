@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, combinations_with_replacement, product
+from itertools import chain, combinations, combinations_with_replacement, product
 
 from planner.ir import OperatorShares
 from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
 from planner.model.problem import Problem
+from runtime.plan.lpt import loads_of
 
 MOST_MESSAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of messages that are tried."""
@@ -28,6 +29,8 @@ MOVES = 300_000
 """Matrices times evaluations of the local search."""
 NEAR = 1e-6
 """Least relative gain of a move."""
+HOPELESS = 1.2
+"""Schedules that take this much longer than the best are not moved."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +52,57 @@ def best_owners(problem: Problem) -> OwnerSearch | None:
 
 @lru_cache(maxsize=16)
 def _search(costs: OperatorCosts) -> OwnerSearch:
-    best: OperatorShares | None = None
-    best_us = costs.unshared_us
-    for shares in chain(_starts(costs), _fillings(costs)):
-        update_us = costs.update(shares).update_us
-        if update_us < best_us * (1.0 - NEAR):
-            best, best_us = shares, update_us
+    starts = [_built(costs)]
+    options = [] if costs.inside is None else list(_inside(costs))
+    for mixed in (False, True) if options else ():
+        some = (one for one in options if (len(one.inside) < len(one.messages)) == mixed)
+        starts.append(_best(costs, some, None, costs.unshared_us))
+    best, best_us = min(starts, key=lambda one: one[1])
+    if best_us > costs.bound_us * (1.0 + NEAR):
+        tried = [(one, us) for one, us in starts if one is not None and us <= best_us * HOPELESS]
+        moved = [_moved(costs, one, us, MOVES // len(tried)) for one, us in tried]
+        best, best_us = min([(best, best_us), *moved], key=lambda one: one[1])
+    return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
+
+
+def _built(costs: OperatorCosts) -> tuple[OperatorShares | None, float]:
+    """Return the best schedule in which all ranks gather every message, before moves, and its time."""
+    best, best_us = _best(costs, chain(_starts(costs), _fillings(costs)), None, costs.unshared_us)
     if best is not None:
         best, best_us = _halved(costs, best, best_us)
-    for shares in () if best is None else list(_cuts(costs, best.owners)):
+        best, best_us = _best(costs, list(_cuts(costs, best.owners)), best, best_us)
+    return best, best_us
+
+
+def _best(
+    costs: OperatorCosts, options: Iterable[OperatorShares], best: OperatorShares | None, best_us: float
+) -> tuple[OperatorShares | None, float]:
+    """Return the best of the options and of what is known."""
+    for shares in options:
         update_us = costs.update(shares).update_us
         if update_us < best_us * (1.0 - NEAR):
             best, best_us = shares, update_us
-    if best is not None and best_us > costs.bound_us * (1.0 + NEAR):
-        best, best_us = _moved(costs, best, best_us)
-    return OwnerSearch(best, best_us, min(best_us, costs.bound_us))
+    return best, best_us
+
+
+def _inside(costs: OperatorCosts) -> Iterator[OperatorShares]:
+    """Yield schedules with messages inside of nodes: all, or those of matrices with less time for their bytes, or more,
+    than the ones that all ranks share.
+    """
+    node = costs.of_node
+    if (found := _built(node)[0]) is not None:
+        yield replace(found, inside=tuple(range(len(found.messages))))
+    cuts = sorted({costs.count * cut // CUTS for cut in range(CUTS + 1)})
+    by_density = costs.by_density
+    for (start, stop), messages, order in product(combinations(cuts, 2), FEW_MESSAGES, (by_density, by_density[::-1])):
+        parts = order[:start], order[start:stop]
+        far_order, near_order = (sorted(part, key=lambda i: (-costs.operator_us[i], i)) for part in parts)
+        near = in_messages(node, longest_first_owners(node, near_order), messages, longest=True)
+        loads_us = loads_of([node.operator_us[i] for i in near_order], [near.owners[i] for i in near_order], node.ranks)
+        far_owners = longest_first_owners(costs, far_order, loads=loads_us * (costs.ranks // node.ranks))
+        far = in_messages(costs, far_owners, messages, longest=True)
+        inside = range(len(far.messages), len(far.messages) + len(near.messages))
+        yield OperatorShares(tuple(map(max, far.owners, near.owners)), far.messages + near.messages, tuple(inside))
 
 
 def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
@@ -149,17 +188,20 @@ def _owners(costs: OperatorCosts, order: Sequence[int]) -> list[list[int]]:
 
 
 def longest_first_owners(
-    costs: OperatorCosts, order: Sequence[int], weights: Sequence[float] | None = None
-) -> list[int]:
+    costs: OperatorCosts, order: Sequence[int], weights: Sequence[float] | None = None,
+    loads: Sequence[float] | None = None,
+) -> list[int]:  # fmt: skip
     """Return the rank of each matrix, in this order to the one of least time (or `weights`); −1 for those that are not
-    in it.
+    in it. `loads`: what ranks have already.
     """
-    owners, loads = [-1] * costs.count, [(0.0, 0, rank) for rank in range(costs.ranks)]
+    owners, known = [-1] * costs.count, loads or [0.0] * costs.ranks
+    heap = [(load, 0, rank) for rank, load in enumerate(known)]
+    heapq.heapify(heap)
     weights = costs.operator_us if weights is None else weights
     for matrix in order:
-        load, size_bytes, rank = heapq.heappop(loads)
+        load, size_bytes, rank = heapq.heappop(heap)
         owners[matrix] = rank
-        heapq.heappush(loads, (load + weights[matrix], size_bytes + costs.result_bytes[matrix], rank))
+        heapq.heappush(heap, (load + weights[matrix], size_bytes + costs.result_bytes[matrix], rank))
     return owners
 
 
@@ -193,13 +235,14 @@ def in_messages(
     return by_message(costs, owners, message)
 
 
-def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tuple[OperatorShares, float]:
+def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: int) -> tuple[OperatorShares, float]:
     """Change the owner or message of single matrices, exchange two owners, or merge messages, while that is shorter."""
-    owners, message = list(shares.owners), [0] * costs.count
+    # Every place in the order has two numbers: of a message of all ranks, and of one inside of nodes.
+    owners, message, inside = list(shares.owners), [0] * costs.count, range(1, 10**9, 2)
     for number, members in enumerate(shares.messages):
         for matrix in members:
-            message[matrix] = number
-    left, again = max(20, MOVES // costs.count), True
+            message[matrix] = 2 * number + (number in shares.inside)
+    left, again = max(20, moves // costs.count), True
     while again and left > 0:
         again = False
         for matrix in range(costs.count):
@@ -207,7 +250,7 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tupl
                 left -= 1
                 before = owners[matrix], message[matrix]
                 owners[matrix], message[matrix] = owner, number
-                update_us = updated_by(costs, by_message(costs, owners, message))
+                update_us = updated_by(costs, by_message(costs, owners, message, inside))
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
@@ -219,14 +262,14 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float) -> tupl
                     continue
                 left -= 1
                 _swap(owners, message, matrix, other)
-                update_us = updated_by(costs, by_message(costs, owners, message))
+                update_us = updated_by(costs, by_message(costs, owners, message, inside))
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
                     _swap(owners, message, matrix, other)
                 if left <= 0:
                     break
-    return by_message(costs, owners, message), best_us
+    return by_message(costs, owners, message, inside), best_us
 
 
 def _swap(owners: list[int], message: list[int], one: int, other: int) -> None:
@@ -238,20 +281,24 @@ def _changes(
     costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
 ) -> Iterator[tuple[int, int]]:
     """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
-    and other messages.
+    and other messages, as `_moved` numbers them.
     """
     here, number = owners[matrix], message[matrix]
     if here >= 0:
         yield -1, number
-    ranks = range(costs.ranks)
+    ranks: Sequence[int] = range(costs.ranks)
     if costs.ranks * costs.count > 64:
         loads_us = [0.0] * costs.ranks
         for other, owner in enumerate(owners):
             if owner >= 0:
-                loads_us[owner] += costs.operator_us[other]
-        ranks = range((least := min(ranks, key=loads_us.__getitem__)), least + 1)
-    numbers = range(max(message) + 2) if costs.count <= 8 else (number - 1, number, number + 1)
+                step = costs.scopes[message[other] % 2][0]
+                for rank in range(owner, costs.ranks, step):
+                    loads_us[rank] += costs.operator_us[other]
+        ranks = [min(range(of), key=loads_us.__getitem__) for of, _ in costs.scopes]
+    place = number // 2
+    numbers = range(2 * (max(message) // 2) + 4) if costs.count <= 8 else range(2 * place - 2, 2 * place + 4)
     for rank in (here, *ranks) if here >= 0 else ranks:
         for other in numbers:
-            if other >= 0 and (rank, other) != (here, number):
+            known = other >= 0 and other % 2 < len(costs.scopes)
+            if known and rank < costs.scopes[other % 2][0] and (rank, other) != (here, number):
                 yield rank, other

@@ -1,6 +1,6 @@
 """Owners of whole parameters in a sharded step: the longest first, then moves while the step gets shorter.
 
-What is even for the update need not be for messages, whose length the rank with most of one decides: parameters go to
+What is even for the update need not be for messages, whose length the node and rank with most decide: parameters go to
 the rank with the least work, or with the least of their bucket. Effort is counted.
 """
 
@@ -25,17 +25,21 @@ NEAR = 1e-6
 def owners_of_buckets(problem: Problem, schedule: Schedule) -> list[tuple[int, ...]]:
     """Return owners that are tried for a schedule's buckets: of even work, and of even messages."""
     whole, times_us = whole_gradients(problem), work_us(problem)
-    by_work = _owners(problem, whole, longest_first([times_us[gradient] for gradient in whole], problem.ranks))
+    nodes, inside = problem.cost.cluster.nodes, problem.cost.cluster.ranks_per_node
+    parts = longest_first([times_us[gradient] for gradient in whole], problem.ranks)
+    by_work = _owners(problem, whole, [part % nodes * inside + part // nodes for part in parts])  # node after node
     bucket_of = {one: place for place, bucket in enumerate(schedule.buckets) for one in bucket.gradients}
     sizes: list[float] = problem.size_bytes.tolist()
     ranks, even = range(problem.ranks), [-1] * problem.count
     loads = [0.0] * problem.ranks
     held = [[0.0] * problem.ranks for _ in schedule.buckets]
+    of_node = [[0.0] * nodes for _ in schedule.buckets]
     for gradient in sorted(whole, key=lambda one: (-sizes[one], one)):
-        here = held[bucket_of[gradient]]
-        owner = min(ranks, key=lambda rank: (here[rank], loads[rank], rank))
+        here, node = held[bucket_of[gradient]], of_node[bucket_of[gradient]]
+        owner = min(ranks, key=lambda rank: (node[rank // inside], here[rank], loads[rank], rank))
         even[gradient] = owner
         here[owner] += sizes[gradient]
+        node[owner // inside] += sizes[gradient]
         loads[owner] += times_us[gradient]
     return list(dict.fromkeys([by_work, tuple(even)]))
 

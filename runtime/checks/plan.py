@@ -301,9 +301,15 @@ def _check_operator(
     if combinations.SHARED_OPERATOR in against:
         reason = against[combinations.SHARED_OPERATOR]
         return f"{where}.owners: found owners in a plan with {what}, but {reason}; expected none: {HINT}"
-    return check_owner_ranks(f"{where}.owners", owners, parameters, plan.world.ranks) or _check_gathers(
-        f"{where}.gathers", operator.messages if owners else operator.gathers or (), owners
-    )
+    messages, inside = operator.messages if owners else operator.gathers or (), operator.inside or ()
+    problem = check_owner_ranks(f"{where}.owners", owners, parameters, plan.world.ranks)
+    problem = problem or _check_gathers(f"{where}.gathers", messages, owners)
+    if problem or not inside:
+        return problem
+    if max(inside) >= len(messages):
+        return f"{where}.inside: found message {max(inside)} of {len(messages)}; expected places in gathers: {HINT}"
+    local = {name: owners[name] for number in inside for name in messages[number]}
+    return check_owner_ranks(f"{where}.inside", local, parameters, plan.world.ranks // (plan.world.nodes or 1))
 
 
 def check_owner_ranks(

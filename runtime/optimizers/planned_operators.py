@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.closures import Closure, is_closure, with_closures
 from runtime.monitor.clock import Clock
@@ -54,6 +55,8 @@ class PlannedOperators:
         self._planned: OperatorPlan | None = None
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_STEPS)
         self._shared: list[SharedOperator] = []
+        self._node: World | None = None
+        """The ranks of this node, if a plan has had messages inside of nodes."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         if world.group is not None:
             found = ((one, operator_of(one)) for one in optimizers)
@@ -64,13 +67,20 @@ class PlannedOperators:
         planned = self._planned = plan.updates.operator if plan.updates else None
         self._times.clear()
         owners = planned.owners or {} if planned else {}
+        inside = planned.inside or () if planned and owners else ()
+        if inside and self._shared and self._node is None:
+            assert isinstance(self._world.topology, Topology)  # else the plan has been refused
+            self._node = self._world.split(self._world.topology.nodes)
         for shared in self._shared:
             held = {id(p) for group in shared.optimizer.param_groups for p in group["params"]}
-            mine = {name for name in owners if id(self._parameters[name]) in held}
-            messages = ([name for name in message if name in mine] for message in (planned.messages if planned else ()))
+            mine = {name: self._parameters[name] for name in owners if id(self._parameters[name]) in held}
+            messages = [
+                (self._node if number in inside else self._world, [mine[name] for name in message if name in mine])
+                for number, message in enumerate(planned.messages if planned else ())
+            ]
             shared.share(
-                {self._parameters[name]: owners[name] for name in owners if name in mine},
-                [[self._parameters[name] for name in message] for message in messages if message],
+                {parameter: owners[name] for name, parameter in mine.items()},
+                [(world, members) for world, members in messages if world is not None and members],
             )
 
     def begin_step(self) -> None:
@@ -142,3 +152,6 @@ class PlannedOperators:
         """Share nothing any more."""
         for shared in self._shared:
             shared.share({}, ())
+        if self._node is not None:
+            self._node.leave()
+            self._node = None

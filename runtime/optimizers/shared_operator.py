@@ -56,7 +56,7 @@ class SharedOperator:
         """`names`: of the parameters that ranks train together. Nothing is shared yet."""
         self.optimizer, self._operator, self._names, self._world = optimizer, operator, names, world
         self._owners: dict[Tensor, int] = {}
-        self._gathers: list[list[Tensor]] = []
+        self._gathers: list[tuple[World, list[Tensor]]] = []
         self._forms: dict[Tensor, Result | None] = {}
         """Form of each known result; None: the step does not call the operator for the parameter, or not alike."""
         self._stays = False
@@ -86,16 +86,17 @@ class SharedOperator:
         times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
         return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
 
-    def share(self, owners: Mapping[Tensor, int], gathers: Iterable[Sequence[Tensor]]) -> None:
+    def share(self, owners: Mapping[Tensor, int], gathers: Iterable[tuple[World, Sequence[Tensor]]]) -> None:
         """Share from the next step on, unless ranks have found that they cannot; all ranks call this alike.
 
         Args:
             owners: rank that computes the operator, by parameter; every rank computes those of others.
-            gathers: parameters of each message, in launch order.
+            gathers: parameters of each message, in launch order, and the ranks that gather it: all, or those of this
+                node, every node alike, of which owners then are ranks.
         """
         self.close()
         self._owners = {} if self._stays else dict(owners)
-        self._gathers = [list(one) for one in gathers]
+        self._gathers = [(world, list(one)) for world, one in gathers]
         self._splits.clear()
 
     @property
@@ -106,7 +107,7 @@ class SharedOperator:
     @property
     def own(self) -> int:
         """Number of those that this rank computes."""
-        return sum(owner == self._world.rank for owner in self._owners.values())
+        return sum(self._owners.get(p) == world.rank for world, members in self._gathers for p in members)
 
     def close(self) -> None:
         """End what a step that raised has left."""
@@ -130,9 +131,9 @@ class SharedOperator:
             self._learn(groups, unknown)
             return
         pending: dict[Tensor, Tensor | tuple[Pending, int]] = {}
-        for gather in self._gathers:
+        for world, gather in self._gathers:
             for members in _by_dtype(gather, groups, self._forms):
-                split = self._split(members)
+                split = self._split(world, members)
                 sent = split.start(lambda own: [self._result(p, groups[p]) for p in own], members)
                 pending.update((p, (sent, place)) for place, p in enumerate(members))
         calls = iter([p for p in groups if self._forms.get(p) is not None])
@@ -185,13 +186,13 @@ class SharedOperator:
     def _what(self) -> str:
         return type(self.optimizer).__name__
 
-    def _split(self, members: Sequence[Tensor]) -> Split:
+    def _split(self, world: World, members: Sequence[Tensor]) -> Split:
         key = tuple(members)
         if key not in self._splits:
             forms = [form for p in members if (form := self._forms[p]) is not None]
             owners = [self._owners[p] for p in members]
             shapes = [form.shape for form in forms]
-            self._splits[key] = Split(self._world, owners, shapes, forms[0].dtype, members[0].device)
+            self._splits[key] = Split(world, owners, shapes, forms[0].dtype, members[0].device)
         return self._splits[key]
 
     def _result(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:

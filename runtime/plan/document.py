@@ -251,6 +251,9 @@ class OperatorPlan(Record):
     gathers: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
     """Parameters of each message, in launch order; each rank computes its own of one message, sends them, and then
     computes those of the next. Those of `owners` once each; None: one message with all of them."""
+    inside: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Messages, by their place in `gathers`, that each node gathers by itself: the owner of their parameters is a local
+    rank, of every node. None: all ranks gather all."""
     replicated_us: PredictedUs | None = None
     """The update if each rank computes all operators."""
     shared_us: PredictedUs | None = None

@@ -111,7 +111,8 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
     operator = updates.operator if updates is not None else None
     owned = None
     if operator is not None and operator.owners:
-        owned = OperatorPlan(owners=dict(sorted(operator.owners.items())), gathers=operator.messages)
+        owners = dict(sorted(operator.owners.items()))
+        owned = OperatorPlan(owners=owners, gathers=operator.messages, inside=operator.inside or None)
     step = None
     if updates is not None and updates.step is not None and updates.step.sharded:
         gathers = plan.gathers

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives.direct import by_message
+from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
@@ -51,6 +52,7 @@ class ReduceScatter(Launcher):
         self.communicator = make_communicator(world, [by_message] * len(buckets), device)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         rounded = plan.rounds_weights
+        nodes = world.topology.nodes if isinstance(world.topology, Topology) else ()
         self.parts_of: list[list[OwnPart]] = []
         narrow: dict[int, NarrowPart] = {}
         for bucket, planned in zip(buckets, plan.buckets, strict=True):
@@ -60,7 +62,7 @@ class ReduceScatter(Launcher):
                 self.parts_of.append([narrow[bucket.index]])
             else:
                 plain = [
-                    OwnPart(one, world.rank, world.ranks, rounded=rounded, owners=plan.owners)
+                    OwnPart(one, world.rank, world.ranks, rounded=rounded, owners=plan.owners, nodes=nodes)
                     for one in bucket.messages
                 ]
                 self.parts_of.append(plain)

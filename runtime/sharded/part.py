@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.exchange import all_gather_parts
+from runtime.comm.collectives.exchange import all_gather, all_gather_parts
 from runtime.comm.collectives.phases import Works, reduce_scatter
+from runtime.comm.topology import Rows
 from runtime.comm.world import World
 from runtime.core.buckets import Message, Part, Slot
 
@@ -30,8 +31,9 @@ class OwnPart(Part):
     """Bytes (uint8), `received_bytes` or more, that this message is received in, and others at other times."""
 
     def __init__(
-        self, message: Message, rank: int, ranks: int, *, rounded: bool = False, owners: Mapping[str, int] | None = None
-    ) -> None:
+        self, message: Message, rank: int, ranks: int, *, rounded: bool = False,
+        owners: Mapping[str, int] | None = None, nodes: Rows = (),
+    ) -> None:  # fmt: skip
         """Weights stay where they are for now.
 
         Args:
@@ -41,6 +43,7 @@ class OwnPart(Part):
             rounded: weights are gathered in bfloat16, if they are float32.
             owners: rank of each parameter, by name: parts are whole parameters, and a rank may have none; default:
                 parts are as long as each other.
+            nodes: ranks by node; default: not known.
         """
         self.sizes = [message.flat.numel() // ranks] * ranks
         """Elements of each rank's part."""
@@ -50,6 +53,10 @@ class OwnPart(Part):
             self.sizes = [0] * ranks
             for slot in message.slots:
                 self.sizes[owners[slot.name]] += slot.parameter.numel()
+        sent = max((sum(self.sizes[one] for one in node) * (ranks - len(node)) for node in nodes), default=0)
+        self._padded = len(set(self.sizes)) > 1 and sent > (ranks - 1) * max(self.sizes)
+        """Whether parts are gathered padded to one length: the library's ring then takes the links between nodes less
+        than a message of each rank to each other one does."""
         start, stop = list(accumulate(self.sizes, initial=0))[rank : rank + 2]
         super().__init__(message, rank, ranks, stop - start, start)
         self.own = slice(start, stop)
@@ -107,7 +114,18 @@ class OwnPart(Part):
 
     def gather_phases(self, group: dist.ProcessGroup) -> Works:
         """Gather weights that are not rounded; see `gather_weights`."""
-        yield all_gather_parts(self.whole[: sum(self.sizes)], self.weights, self.sizes, group)
+        return self._gather(self.whole[: sum(self.sizes)], self.weights, group)
+
+    def _gather(self, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Works:
+        """Fill `whole` with every rank's vector, of `sizes` elements."""
+        if not self._padded:
+            yield all_gather_parts(whole, own, self.sizes, group)
+            return
+        rows = own.new_zeros(self.ranks, max(self.sizes))
+        rows[self.rank, : own.numel()] = own
+        yield all_gather(rows.view(-1), rows[self.rank], group)
+        for row, place in zip(rows, whole.split(self.sizes), strict=True):
+            place.copy_(row[: place.numel()])
 
     def gathered(self, world: World, own: Tensor, doing: str, out: Tensor | None = None) -> Tensor:
         """Return every rank's vector of as many elements as its part has, one after the other; all ranks call this."""
@@ -116,9 +134,9 @@ class OwnPart(Part):
         assert world.group is not None
         whole = own.new_empty(sum(self.sizes)) if out is None else out
         with world.error_context(doing):
-            work = all_gather_parts(whole, own.contiguous(), self.sizes, world.group)
-            work.get_future()  # else sends and receives end where a slice of the wait does
-            world.wait(work, doing, own.device)
+            for work in self._gather(whole, own.contiguous(), world.group):
+                work.get_future()  # else sends and receives end where a slice of the wait does
+                world.wait(work, doing, own.device)
         return whole
 
     def gather_weights(self, world: World, doing: str) -> None:

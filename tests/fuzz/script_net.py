@@ -236,11 +236,14 @@ def _step(kind: str, buckets: int, matrices: Sequence[str], ranks: int) -> StepP
 
 
 def _operators(matrices: Sequence[str], group: int, ranks: int) -> OperatorPlan | None:
-    """Owners one after the other, results in messages of `group`; every rank computes all where it is 2."""
+    """Owners one after the other, results in messages of `group`, the first inside of the one node if that is large;
+    every rank computes all where it is 2.
+    """
     if not matrices or group == 2:
         return None
     messages = tuple(tuple(matrices[i : i + group]) for i in range(0, len(matrices), group))
-    return OperatorPlan(owners={name: (at + group) % ranks for at, name in enumerate(matrices)}, gathers=messages)
+    owners = {name: (at + group) % ranks for at, name in enumerate(matrices)}
+    return OperatorPlan(owners=owners, gathers=messages, inside=(0,) if group > 2 else None)
 
 
 def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int, matrices: Sequence[str] = ()) -> Plan:

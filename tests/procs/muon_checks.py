@@ -15,13 +15,14 @@ import torch.distributed as dist
 from session_checks import plan_of
 from step_checks import raised
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 import planner
 import runtime
 from runtime.optimizers.units import orthogonalize
-from runtime.plan import OperatorPlan, Plan, UpdatePlan
+from runtime.plan import OperatorPlan, Plan, PlanWorld, UpdatePlan
 
 Optimizer = torch.optim.Optimizer
 STEPS = 6
@@ -130,10 +131,14 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, 11, (6, 4), generator=generator)
 
 
-def shared(plan: Plan, owners: Mapping[str, int], gathers: Iterable[Iterable[str]] | None = None) -> Plan:
-    """Return a plan whose operators have these owners."""
+def shared(
+    plan: Plan, owners: Mapping[str, int], gathers: Iterable[Iterable[str]] | None = None,
+    inside: tuple[int, ...] | None = None,
+) -> Plan:  # fmt: skip
+    """Return a plan whose operators have these owners; `inside`: messages of every node by itself."""
     messages = None if gathers is None else tuple(map(tuple, gathers))
-    return replace(plan, updates=UpdatePlan(operator=OperatorPlan(owners=dict(owners), gathers=messages)))
+    operator = OperatorPlan(owners=dict(owners), gathers=messages, inside=inside)
+    return replace(plan, updates=UpdatePlan(operator=operator))
 
 
 def owners_of(ranks: int) -> dict[str, int]:
@@ -263,23 +268,43 @@ def everything() -> dict[str, Any]:
 
 def switched(ranks: int) -> bool:
     """From every rank repeating to owners, to other owners, and back."""
-    model = Mixer()
-    made = optimizers(model, MAKERS["Muon"])
-    plain = plan_of(model, ranks)
-    session = planner.attach(model, made, plain)
+    plain = plan_of(Mixer(), ranks)
     plans = [shared(plain, owners_of(ranks)), shared(plain, {"up.weight": ranks - 1}), plain]
+    return _switched(plain, plans)[0]
+
+
+def inside_nodes() -> bool:
+    """From messages inside of two nodes to one of them between nodes at the same time, and to both between them."""
+    mesh, halves = init_device_mesh("cpu", (2, 2)), (MATRICES[:2], MATRICES[2:])
+    plain = plan_of(Mixer(), 4, world=PlanWorld(ranks=4, nodes=2))
+    mixed = dict(zip(MATRICES, (0, 1, 3, 2), strict=True))
+    plans = [
+        shared(plain, owners_of(2), halves, (0, 1)), shared(plain, mixed, halves, (0,)),
+        shared(plain, owners_of(4), halves),
+    ]  # fmt: skip
+    equal_bits, own = _switched(plain, plans, mesh)
+    return equal_bits and own == ([2, 1, 1] if dist.get_rank() < 2 else [2, 2, 1])
+
+
+def _switched(plain: Plan, plans: Iterable[Plan], mesh: DeviceMesh | None = None) -> tuple[bool, list[int]]:
+    """Return whether a run through plans has the bits of every rank repeating, and what this rank has computed."""
+    model, own = Mixer(), list[int]()
+    made = optimizers(model, MAKERS["Muon"])
+    session = planner.attach(model, made, plain, mesh=mesh)
     train(model, model, made, steps=2)
     for number, plan in enumerate(plans, 1):
         session.switch(plan)
         train(model, model, made, first=2 * number, steps=2)
+        report = session.report().operators
+        own.append(0 if report is None else report.own)
     session.detach()
     repeated = Mixer()
     again = optimizers(repeated, MAKERS["Muon"])
-    session = planner.attach(repeated, again, plain)
+    session = planner.attach(repeated, again, plain, mesh=mesh)
     for number in range(4):
         train(repeated, repeated, again, first=2 * number, steps=2)
     session.detach()
-    return equal(model, repeated)
+    return equal(model, repeated), own
 
 
 def resumed(ranks: int) -> bool:
@@ -349,16 +374,19 @@ def newton_schulz() -> bool:
 def refusals(ranks: int) -> dict[str, str]:
     """Return the messages of what cannot be attached."""
 
-    def attach(owners: Mapping[str, int], gathers: Any = None, of: Any = None) -> str:
+    def attach(owners: Mapping[str, int], gathers: Any = None, of: Any = None, inside: Any = None) -> str:
         model = Mixer()
         made = optimizers(model, MAKERS["Muon"]) if of is None else of(model)
-        return raised(lambda: planner.attach(model, made, shared(plan_of(model, ranks), owners, gathers)))
+        plan = plan_of(model, ranks, world=PlanWorld(ranks=ranks, nodes=ranks))
+        return raised(lambda: planner.attach(model, made, shared(plan, owners, gathers, inside)))
 
     return {
         "rank": attach({"up.weight": ranks}),
         "name": attach({"no.weight": 0}),
         "gathers": attach({"up.weight": 0}, [["up.weight"], ["up.weight"]]),
         "vector": attach({"up.bias": 0}),
+        "local rank": attach({"up.weight": 1}, [["up.weight"]], inside=(0,)),
+        "message": attach({"up.weight": 0}, [["up.weight"]], inside=(1,)),
         "twice": attach(
             {}, of=lambda model: [kind(model.parameters()) for kind in (torch.optim.SGD, torch.optim.Adam)]
         ),

@@ -16,9 +16,11 @@ from muon_checks import MAKERS, MATRICES, Mixer, Optimizer, Whitened, batch, by_
 from session_checks import plan_of
 from step_checks import raised
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import planner
 from runtime.checks.plan import trainable_parameters
+from runtime.comm.collectives.exchange import all_gather
 from runtime.errors import FallbackWarning
 from runtime.plan import Plan, StepPlan, UpdatePlan
 from runtime.sharded.part import OwnPart
@@ -382,3 +384,22 @@ def skipped() -> str:
     said = raised(lambda: train(model, model, made, steps=4, clip=None))
     session.detach()
     return said
+
+
+def in_nodes() -> list[bool]:
+    """Return whether on two nodes, where gathers are padded, weights have the bits that they have on one."""
+    mesh, owners, found = init_device_mesh("cpu", (2, 2)), dict(zip(MATRICES, range(4), strict=True)), []
+    for make, gather in ((MAKERS["Muon"], None), (Preconditioned, None), (Preconditioned, "forward")):
+        ends = []
+        for nodes in (None, mesh):
+            model = Mixer()
+            made, plan = optimizers(model, make), owned(model, 4, everything=False, gather=gather, group=100)
+            step = StepPlan(sharded=True, owners=owners, gather=gather)
+            with patch("runtime.sharded.part.all_gather", wraps=all_gather) as padded:
+                session = planner.attach(model, made, replace(plan, updates=UpdatePlan(step=step)), mesh=nodes)
+                train(model, model, made)
+                session.detach()
+            ends.append((model, padded.called))
+        (alone, first), (on_nodes, second) = ends
+        found.append(equal(alone, on_nodes) and (first, second) == (False, True))
+    return found

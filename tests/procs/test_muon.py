@@ -33,6 +33,10 @@ def test_on_more_ranks_weights_are_those_of_ddp_in_another_order_of_sums(ranks: 
         assert max(found.values()) < 1e-12, found
 
 
+def test_messages_inside_of_nodes_have_the_bits_of_every_rank_repeating() -> None:
+    assert run_ranks(LocalWorld(ranks=4), muon_checks.inside_nodes) == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -40,6 +44,8 @@ def test_on_more_ranks_weights_are_those_of_ddp_in_another_order_of_sums(ranks: 
         ("name", "updates.operator.owners: found 'no.weight', which is no trainable parameter"),
         ("gathers", "updates.operator.gathers: found 'up.weight' 2 times; expected each parameter with an owner once"),
         ("vector", "shares the operator of up.bias, but found AdamW for it, which has no operator without state"),
+        ("local rank", "updates.operator.inside: found rank 1 for 'up.weight'; expected ranks from 0 to 0"),
+        ("message", "updates.operator.inside: found message 1 of 1; expected places in gathers"),
         ("twice", "optimizers: found embed.weight in two of them, SGD at position 0 and Adam at 1"),
         ("empty", "optimizer: found an empty list, expected an optimizer, or None"),
         ("none inside", "optimizer: found a list with a NoneType, expected a torch.optim.Optimizer"),

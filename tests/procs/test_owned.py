@@ -40,6 +40,10 @@ def test_updates_of_16_bits_are_gathered_and_applied_by_every_rank(ranks: Result
             assert ["gives other weights than its step" in text for text in said] == [True] * (wrong and number == 0)
 
 
+def test_gathers_of_uneven_parts_are_padded_on_nodes_of_several_ranks() -> None:
+    assert run_ranks(LocalWorld(ranks=4), owned_checks.in_nodes) == [[True] * 3] * 4
+
+
 @pytest.mark.long
 def test_a_users_own_optimizer_is_planned() -> None:
     assert run_ranks(LocalWorld(ranks=2), owned_checks.planned) == [True, True]

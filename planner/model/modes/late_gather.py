@@ -119,7 +119,8 @@ def gathers_of(problem: Problem, schedule: Schedule) -> list[Gather]:
     """Return the gathers of a schedule in launch order."""
     groups = _mode(schedule).groups(len(schedule.buckets))
     members = [_members(schedule, group) for group in groups]
-    costs_us = owned.costs_us(problem, members, sharded.owners_of(schedule), partial(sharded.pull_us, problem))
+    pull = partial(sharded.pull_us, problem)
+    costs_us = owned.costs_us(problem, members, sharded.owners_of(schedule), pull, gathered=True)
     need_us = needs(problem).need_us
     needed_us = [float(need_us[list(gradients)].min()) for gradients in members]
     return [Gather(*of) for of in zip(groups, needed_us, costs_us, problem.bucket_factors(members), strict=True)]

@@ -234,7 +234,7 @@ def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]], owners: Owner
 def gathers_us(problem: Problem, buckets: Sequence[Bucket], owners: Owners = None) -> list[float]:
     """Return the time of the all-gather of each bucket's weights."""
     members = [bucket.gradients for bucket in buckets]
-    return owned.costs_us(problem, members, owners, lambda sizes: pull_us(problem, sizes), updates=True)
+    return owned.costs_us(problem, members, owners, lambda sizes: pull_us(problem, sizes), gathered=True, updates=True)
 
 
 def own_update_us(problem: Problem, owners: Owners = None, *, updates: bool = True) -> float:

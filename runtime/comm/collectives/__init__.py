@@ -65,9 +65,12 @@ def phases_in(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...] | Non
 
 
 def asks_for_nodes(plan: Plan) -> bool:
-    """Return whether the plan, or its fallback, has hierarchical collectives."""
-    return any(bucket.transport.hierarchical for bucket in plan.buckets) or (
-        plan.fallback is not None and asks_for_nodes(plan.fallback)
+    """Return whether the plan, or its fallback, has collectives inside of nodes."""
+    operator = plan.updates.operator if plan.updates else None
+    return (
+        any(bucket.transport.hierarchical for bucket in plan.buckets)
+        or (operator is not None and operator.inside is not None)
+        or (plan.fallback is not None and asks_for_nodes(plan.fallback))
     )
 
 

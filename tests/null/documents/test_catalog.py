@@ -31,6 +31,53 @@ def test_a_name_is_the_file_of_that_name() -> None:
     assert find_profile("vgg16@k80-10gbe").cluster == find_cluster("k80-10gbe")
 
 
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [
+        ("gpt2", 48), ("bert-base", 72), ("bert-large", 144), ("vit-l16", 96), ("transformer", 60), ("llama-8b", 224),
+        ("olmoe-1b-7b", 64),
+    ],
+)  # fmt: skip
+def test_hidden_matrices_of_transformers_have_estimated_times_with_muon(name: str, matrices: int) -> None:
+    without, profile = find_profile(name), find_profile(f"{name}+muon")
+    operator, optimizer = profile.compute.operator, profile.compute.optimizer
+    assert operator is not None
+    assert optimizer is not None
+    assert len(operator.parameters) == len(set(operator.parameters)) == matrices
+    assert optimizer.matrices == operator.parameters
+    total_us = sum(shape.operator_us * len(shape.parameters) for shape in operator.shapes)
+    assert profile.compute.update_us == pytest.approx(without.compute.update_us + total_us)
+    assert parse_profile(profile.to_document()) == profile
+
+
+def test_a_plan_of_a_model_with_muon_says_that_times_are_estimated_and_which_owners_win() -> None:
+    plan = optimize("gpt2+muon@a100-8x8-25gb")
+    operator = plan.updates.operator if plan.updates else None
+    assert operator is not None
+    assert operator.owners is not None
+    assert operator.inside == tuple(range(len(operator.messages)))  # 25 Gbit/s a node for 170 MB
+    assert max(operator.owners.values()) == 7
+    assert any("estimated: FLOPs over a share of the accelerator's peak" in note for note in plan.notes)
+    assert any("of them inside nodes" in note for note in plan.notes)
+
+
+def test_operators_are_as_fast_on_another_accelerator_as_its_products_of_matrices() -> None:
+    profile = find_profile("llama-1b+muon")
+    on_a100 = make_problem(profile, find_cluster("a100-8x8-25gb")).profile
+    ratio = on_a100.compute.forward_us / profile.compute.forward_us
+    assert profile.compute.operator is not None
+    assert on_a100.compute.operator is not None
+    before, after = profile.compute.operator.shapes[0], on_a100.compute.operator.shapes[0]
+    assert after.operator_us / before.operator_us == pytest.approx(ratio)
+
+
+def test_muon_is_for_transformers_alone() -> None:
+    with pytest.raises(
+        InputError, match=r"resnet50: found no matrices of hidden layers for Muon, expected a transformer"
+    ):
+        find_profile("resnet50+muon")
+
+
 def test_the_cluster_option_replaces_the_one_behind_the_at() -> None:
     [record] = simulate("resnet50@v100-16x8-25gbe", "k80-10gbe", strategies=["single"])
     assert record.ranks == 8

@@ -291,7 +291,7 @@ def test_contract_plan_options() -> None:
         "phase_order": [[0, 0], [0, 1]],
         "updates": {
             "norms": {"shares": [["fc"], []], "replicated_us": 9.5, "shared_us": 1.5, "method": "LPT"},
-            "operator": {"owners": {"fc": 1}, "gathers": [["fc"]], "replicated_us": 9.5, "shared_us": 1.5},
+            "operator": {"owners": {"fc": 1}, "gathers": [["fc"]], "inside": [0], "replicated_us": 9.5},
         },
     }
     for compressor in map(json.loads, contract_examples.COMPRESSORS):

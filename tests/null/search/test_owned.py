@@ -21,7 +21,7 @@ from planner.documents.text import mib
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.sharded import Sharded, gathers_us, owners_of, sharded_bytes
-from planner.model.owned import loads_us, whole_gradients, work_us
+from planner.model.owned import gathered_bytes, loads_us, scattered_bytes, whole_gradients, work_us
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
 from planner.passes.late_gather import best_late
@@ -44,8 +44,9 @@ def document(count: int, matrices: int, seed: int = 0, update_us: float = 3000.0
     return made
 
 
-def problem(count: int, matrices: int, seed: int = 0, ranks: int = 2) -> Problem:
-    return make(document(count, matrices, seed), halves_cluster(HALF, nodes=ranks))
+def problem(count: int, matrices: int, seed: int = 0, ranks: int = 2, inside: int = 1, **cluster: Any) -> Problem:
+    machines = halves_cluster(HALF, nodes=ranks // inside, ranks_per_node=inside, **cluster)
+    return make(document(count, matrices, seed), machines)
 
 
 def test_the_largest_part_decides() -> None:
@@ -59,6 +60,25 @@ def test_the_largest_part_decides() -> None:
     assert sum(loads) == pytest.approx(3000.0)
     assert loads[0] - loads[1] == pytest.approx(3000.0 * (sizes[0] + sizes[1]) / sum(sizes))
     assert simulate_schedule(step, schedule).iteration_us == pytest.approx(step_us(step, schedule))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cards", "loads", "scattered", "gathered"),
+    [
+        (4, 1, (3.0, 1.0, 2.0, 0.0), 12.0, 12.0),
+        (1, 1, (3.0, 1.0, 2.0, 0.0), 12.0, 12.0),
+        (2, 1, (3.0, 1.0, 2.0, 0.0), 8.0, 8.0 * 4 / 3),  # 4 of one node, to the two ranks of the other
+        (2, 1, (2.0, 2.0, 1.0, 0.0), 8.0, 8.0),  # padded
+        (2, 1, (1.0, 1.0, 1.0, 1.0), 4.0, 4.0),
+        (2, 2, (3.0, 1.0, 2.0, 0.0), 12.0, 12.0),  # one card for each rank
+    ],
+)
+def test_what_cards_of_a_node_carry_decides(
+    nodes: int, cards: int, loads: tuple[float, ...], scattered: float, gathered: float
+) -> None:
+    step = problem(3, 2, ranks=4, inside=4 // nodes, nics_per_node=cards)
+    assert scattered_bytes(step, loads) == pytest.approx(scattered)
+    assert gathered_bytes(step, loads) == pytest.approx(gathered)
 
 
 def test_only_parameters_that_are_updated_whole_take_products_of_matrices() -> None:
@@ -93,10 +113,12 @@ def test_updates_that_every_rank_applies_are_half_the_bytes_and_no_owners_work_a
     assert found[True][1][1] == pytest.approx(found[False][1][1] + rest_us * 4 * numel)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_search_is_near_what_trying_everything_finds(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "ranks", "inside"), [*((seed, 2 + seed % 2, 1) for seed in range(8)), (0, 4, 2), (1, 4, 2)]
+)
+def test_search_is_near_what_trying_everything_finds(seed: int, ranks: int, inside: int) -> None:
     """Over all owners of six parameters, four of them matrices, and all buckets."""
-    step = problem(6, 4, seed, ranks=2 + seed % 2)
+    step = problem(6, 4, seed, ranks, inside)
     found = ShardUpdates(step="always").sharded(Schedule.from_boundaries([6]), step)
     assert found is not None
     assert set(whole_gradients(step)) == {

@@ -23,6 +23,7 @@ from planner.online.deciding import decide, names_of
 from planner.search.owners import _search
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
+from runtime.plan import parse_plan
 
 
 def costs_of(
@@ -44,28 +45,53 @@ def random_costs(seed: int, count: int, ranks: int) -> OperatorCosts:
 
 
 def every_choice(costs: OperatorCosts) -> Iterator[OperatorShares]:
-    """Yield all owners (but for names of ranks that are alike) with all sequences of messages."""
-    for owners in itertools.product(range(-1, costs.ranks), repeat=costs.count):
-        owned = [owner for owner in owners if owner >= 0]
-        if [rank for rank in dict.fromkeys(owned)] != list(range(len(set(owned)))):
+    """Yield all owners (but for names of ranks that are alike) with all sequences of messages; and those of messages
+    inside of nodes, where they may be.
+    """
+    ranks = [(rank, bool(link)) for link, (count, _) in enumerate(costs.scopes) for rank in range(count)]
+    for choice in itertools.product([(-1, False), *ranks], repeat=costs.count):
+        owned = [one for one in choice if one[0] >= 0]
+        if costs.inside is None and [rank for rank, _ in dict.fromkeys(owned)] != list(range(len(set(owned)))):
             continue
         for message in itertools.product(range(len(owned)), repeat=len(owned)):
-            if set(message) != set(range(len(set(message)))):
+            inside = {number for number, (_, near) in zip(message, owned, strict=True) if near}
+            if set(message) != set(range(len(set(message)))) or any(
+                near != (number in inside) for number, (_, near) in zip(message, owned, strict=True)
+            ):
                 continue
-            places = iter(message)
-            yield by_message(costs, owners, [next(places) if owner >= 0 else 0 for owner in owners])
+            places, owners = iter(message), [owner for owner, _ in choice]
+            yield by_message(costs, owners, [next(places) if owner >= 0 else 0 for owner in owners], inside)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_search_finds_what_trying_everything_finds(seed: int) -> None:
-    costs = random_costs(seed, 4, 2 + seed % 2)
+    check_against_every_choice(random_costs(seed, 4, 2 + seed % 2))
+
+
+def check_against_every_choice(costs: OperatorCosts) -> OperatorShares | None:
     least_us = min(costs.unshared_us, *(costs.update(shares).update_us for shares in every_choice(costs)))
     found = _search(costs)
     assert costs.bound_us <= least_us * (1.0 + 1e-9)
     assert found.update_us <= least_us * 1.005
     assert found.update_us >= least_us * (1.0 - 1e-9)
     if found.shares is not None:
-        assert defect(found.shares, costs.count, costs.ranks) is None
+        assert found.update_us == costs.update(found.shares).update_us
+        assert defect(found.shares, costs.count, costs.ranks, costs.scopes[-1][0]) is None
+    return found.shares
+
+
+def test_search_on_intra_node_and_inter_node_links_finds_what_trying_everything_finds() -> None:
+    found = set[tuple[bool, ...]]()
+    for seed in (0, 1, 4, 5, 7, 8, 15, 21, 26):
+        rng, costs = np.random.default_rng(seed), random_costs(seed, 3, 4)
+        alpha_us, byte_us = rng.uniform(1.0, 60.0), 10 ** rng.uniform(-4.5, -2.5)
+        slowed = 1.0 + 0.2 * (seed % 2)
+        costs = replace(
+            costs, inside=(2, lambda size, a=alpha_us, b=byte_us: a + b * size), slowed=slowed, compute_slowed=slowed
+        )
+        if (shares := check_against_every_choice(costs)) is not None:
+            found.add((len(shares.inside) < len(shares.messages), bool(shares.inside)))
+    assert found == {(True, False), (False, True), (True, True)}  # between nodes, inside, and both at once
 
 
 def test_many_matrices_are_planned_in_a_second_and_near_the_bound() -> None:
@@ -133,6 +159,31 @@ def test_a_run_compares_buckets_with_the_same_owners() -> None:
     assert plan.predicted is not None
     assert answer["others_us"] == [pytest.approx(plan.predicted.iteration_us)]
     assert unowned["others_us"][0] > answer["others_us"][0]
+
+
+def test_between_slow_links_owners_are_ranks_of_each_node() -> None:
+    links = {"intra": {"alpha_us": 5.0, "beta_us_per_byte": 1e-4}, "inter": {"alpha_us": 50.0, "beta_us_per_byte": 1.0}}
+    problem = problem_of(line=(50.0, 1.0), nodes=2, ranks_per_node=2, **links)
+    plan = planner.optimize(problem.profile)
+    operator = plan.updates.operator if plan.updates else None
+    assert operator is not None
+    assert operator.owners is not None
+    assert operator.inside == tuple(range(len(operator.messages)))
+    assert set(operator.owners.values()) == {0, 1}
+    assert operator.bound_us <= operator.shared_us < 0.6 * operator.replicated_us
+    assert any("of them inside nodes" in note for note in plan.notes)
+    assert parse_plan(plan.to_document()).to_document() == plan.to_document()
+    asked = {
+        "profile": problem.profile.to_document(), "options": {}, "others": [names_of(plan.buckets)],
+        "owners": operator.owners, "gathers": operator.messages, "inside": operator.inside,
+    }  # fmt: skip
+    assert plan.predicted is not None
+    assert decide(asked)["others_us"] == [pytest.approx(plan.predicted.iteration_us)]
+    best = make_schedule(problem, "optimal")
+    assert parse_schedule(str(best)) == best
+    odd = replace(best, operators=OperatorShares((2, *[-1] * 7), ((0,),), (0,)))
+    with pytest.raises(VerifyError, match="by rank 2 of each node, but 2 ranks of a node can share them"):
+        verify(odd, [0] * 8, norms=(0, 4), matrices=8, node_ranks=2)
 
 
 def test_strategies_and_text() -> None:
