@@ -36,16 +36,16 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         )
         for bucket, reason in zip(schedule.buckets, model.explain(problem, schedule, timeline), strict=True)
     )
-    fields = {"cuts": problem.cuts, "updates": _updates(problem, schedule), **model.plan_fields(problem, schedule)}
+    world = PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch)
+    fields = {"world": world, "cuts": problem.cuts, "updates": _updates(problem, schedule)}
     return Plan(
         model=problem.profile.model,
-        world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch),
         accuracy=schedule.accuracy,
         buckets=buckets,
         # The order that the simulator assumes; none where no bucket has several phases.
         phase_order=tuple(sorted(order, key=lambda of: (sum(of), of[0]))) if max(phases, default=0) > 1 else None,
         predicted=_prediction(problem, schedule, timeline, tasks=True),
-        **fields,
+        **fields | model.plan_fields(problem, schedule),
     )
 
 
