@@ -36,8 +36,12 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         )
         for bucket, reason in zip(schedule.buckets, model.explain(problem, schedule, timeline), strict=True)
     )
-    world = PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch)
-    fields = {"world": world, "cuts": problem.cuts, "updates": _updates(problem, schedule)}
+    fields = {
+        "world": PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch),
+        "cuts": problem.cuts,
+        "updates": _updates(problem, schedule),
+        **model.plan_fields(problem, schedule),
+    }
     return Plan(
         model=problem.profile.model,
         accuracy=schedule.accuracy,
@@ -45,7 +49,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         # The order that the simulator assumes; none where no bucket has several phases.
         phase_order=tuple(sorted(order, key=lambda of: (sum(of), of[0]))) if max(phases, default=0) > 1 else None,
         predicted=_prediction(problem, schedule, timeline, tasks=True),
-        **fields | model.plan_fields(problem, schedule),
+        **fields,
     )
 
 

@@ -276,8 +276,8 @@ def describe(plan: Plan) -> PlanWords | None:
     whose = f" between {nodes} nodes" if nodes < plan.world.ranks else ""
     return PlanWords(
         short=short,
-        line=f"{short}: {parts}, each averaged after every {pluralize(spec.every, 'local step')}{whose} and taken {late}; "
-        f"outer {rule.name} with lr {rule.lr:g} and momentum {rule.momentum:g}; "
+        line=f"{short}: {parts}, each averaged after every {pluralize(spec.every, 'local step')}{whose} and taken "
+        f"{late}; outer {rule.name} with lr {rule.lr:g} and momentum {rule.momentum:g}; "
         f"{pluralize(spec.warmup_steps, 'synchronous step')} first",
         paragraph=f"With outer steps: workers train alone, and after every {spec.every} steps the mean of their "
         f"weights moves the weights that they share. The time is the mean step of a period, which the time line shows.",
