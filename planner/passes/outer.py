@@ -82,8 +82,9 @@ class Outer(Pass):
             for worker in workers
             if (of_worker := [one for (who, _), one in found.items() if who == worker])
         ]
-        fewest_us, most_us = (step_us(problem, one) for one in (best[0], best[-1]))
-        chosen = best[-1] if most_us <= fewest_us * (1.0 - GAIN) else best[0]
+        # A larger H would shorten the step of the fewest workers to one without communication between them.
+        least_us = outer_steps.alone_us(problem, best[0]) if _near(problem, best[0]) else step_us(problem, best[0])
+        chosen = best[-1] if step_us(problem, best[-1]) <= least_us * (1.0 - GAIN) else best[0]
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
