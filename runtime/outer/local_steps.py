@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
-from runtime.comm.collectives.direct import Narrowed, by_message, library_all_reduce
+from runtime.comm.collectives.direct import by_message, library_all_reduce
 from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
@@ -349,8 +349,8 @@ class Outer(Mode, StepHooks):
                 own = compressed[index]
                 native = planned.transport.native
                 lossy = make_lossy(own, planned.compressor, ranks, rank=host.world.rank, native=native)
-                if isinstance(lossy.packed, Narrowed) and self._node.ranks > 1:
-                    lossy.packed.send_among(self._peers())
+                if self._node.ranks > 1 and not native:  # a backend's own all-reduce passes each link once as it is
+                    lossy.packed.send_once(host.topology, host.world.rank)
                 made = CompressedRound(own, lossy, self._parameters, self.spec.optimizer, host.world, communicator)
             for anchor in made.anchors:
                 anchor.take({name: parameter.detach() for name, parameter in self._parameters.items()})
