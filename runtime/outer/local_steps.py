@@ -127,6 +127,8 @@ class Outer(Mode, StepHooks):
         super().__init__(plan, host)
         assert plan.outer is not None
         self.spec = plan.outer
+        self._warmup_steps = plan.outer.warmup_steps
+        """Number of steps behind which local ones begin."""
         self._stepped = 0
         """Number of optimizers' steps since the last exchange."""
         self._exchanged = -1
@@ -190,7 +192,7 @@ class Outer(Mode, StepHooks):
         lr = sum(float(group["lr"]) for optimizer in self.host.optimizers for group in optimizer.param_groups)
         self._lrs.append(lr)
         if self._fragments is None:
-            left = self.spec.warmup_steps - step
+            left = self._warmup_steps - step
             self.distances.see_warmup(self._parameters, lr, left=left, steps=self.every)
             if left <= 0:
                 self._begin(step)
@@ -301,9 +303,13 @@ class Outer(Mode, StepHooks):
     # Stages.
 
     def begin(self, exchange: Exchange) -> None:
-        """See `Mode.begin`: where the warm-up is over, workers are alone from the next step on."""
+        """See `Mode.begin`: where the warm-up is over, workers are alone from the next step on. If the guard watches
+        and has not seen it, some more steps are synchronous.
+        """
         self._done = self.host.step
-        if self.host.step >= self.spec.warmup_steps:
+        if self.host.options.guard:
+            self._warmup_steps = self.spec.local_after(self.host.step)
+        if self.host.step >= self._warmup_steps:
             self._begin(self.host.step)
 
     @property
@@ -497,7 +503,7 @@ class Outer(Mode, StepHooks):
         state: dict[str, Any] = {
             "version": saved_state.VERSION, "spec": asdict(self.spec), "buckets": saved_state.buckets_of(self.plan),
             "step": self.host.step, "begun": None, "ended": self._ended, "every": self.every, "lrs": list(self._lrs),
-            "distances": self.distances.state(), "report": self._report,
+            "distances": self.distances.state(), "report": self._report, "warmup_steps": self._warmup_steps,
         }  # fmt: skip
         if self._fragments is None:
             return super().state() | {"rank": self.host.world.rank, "outer": state}
@@ -535,7 +541,7 @@ class Outer(Mode, StepHooks):
         if different is None:
             self._lrs = deque(own["lrs"], maxlen=self._lrs.maxlen)
             self.distances.load(own["distances"])
-            self._report = own["report"]
+            self._report, self._warmup_steps = own["report"], own.get("warmup_steps", self.spec.warmup_steps)
         if not local or different is not None:
             if local:
                 saved_state.take_mean(states, host)
@@ -553,7 +559,7 @@ class Outer(Mode, StepHooks):
         """
         self._done, self._ended = step, ended
         if self._fragments is None:
-            if step >= self.spec.warmup_steps and not ended:
+            if step >= self._warmup_steps and not ended:
                 self._begin(step)
         elif ended:
             self._release()

@@ -512,6 +512,33 @@ def switched() -> dict[str, Any]:
     return found
 
 
+def switched_by_hand() -> dict[str, Any]:
+    """A run that has had its warm-up before it takes up outer steps makes synchronous ones first, whose movement the
+    guard measures; also where it resumes meanwhile.
+    """
+    plan, found, ended = plan_of(STREAMING), {}, []
+    model, optimizer, session = started(plan_of(None))
+    train(model, optimizer, range(3))
+    session.switch(plan)
+    train(model, optimizer, range(3, 9))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+    found["synchronous"] = same_everywhere(list(model.parameters()))
+    for name in ("straight", "resumed"):
+        if ended:
+            session.detach()
+            model, optimizer, session = started(plan)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            session.load_state_dict(saved[2])
+        train(model, optimizer, range(9, 18))
+        assert isinstance(session._mode, Outer)
+        found[f"{name}, behind two periods"] = session._mode._begun == 11
+        found[f"{name}, measured"] = bool(session._mode.distances.base)
+        ended.append(values_of(model, optimizer))
+    session.detach()
+    return found | {"alike": near(*ended, 0.0)}
+
+
 def guarded() -> dict[str, Any]:
     """Workers that are too far from each other take rounds sooner, then synchronous steps, all at one step."""
     plan = replace(plan_of(STREAMING), fallback=plan_of(None))
@@ -697,6 +724,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         narrow_against_reference,
         resumed,
         switched,
+        switched_by_hand,
         more_workers,
         other_layouts,
         leaves_between_gradient_and_step,
