@@ -25,7 +25,6 @@ from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
 from runtime.comm.collectives.direct import by_message, library_all_reduce
 from runtime.comm.communicator import Communicator, NullCommunicator
-from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer, make_plain_buckets
@@ -33,7 +32,7 @@ from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
 from runtime.core.usage import UsageFlags
 from runtime.errors import CommunicationError, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, check_workers, make_on_all_ranks, warn_of_scales
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
 from runtime.outer import saved_state
 from runtime.outer.averages import average_optimizer, mean_over
@@ -79,6 +78,7 @@ class Outer(Mode, StepHooks):
     what = "outer steps"
     relaxed = True
     lingers = True
+    has_workers = True
     aside_reason = (
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
         "plan, and name the one with outer steps in this call"
@@ -112,10 +112,6 @@ class Outer(Mode, StepHooks):
             f"a torch.optim.Optimizer that steps alone, such as AdamW: give that to attach, or plan without --allow "
             f"outer"
         )
-
-    @classmethod
-    def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
-        return check_workers(plan, topology, cls.what)
 
     @property
     def synchronous_plan(self) -> Plan:
