@@ -116,7 +116,7 @@ def train(task: Task, seed: int, way: str) -> Learned:
     with session.global_weights():
         metric = task.metric(model)
     outer = session._mode if isinstance(session._mode, Outer) else None
-    relative = [sample.relative for sample in outer.distances.samples] if outer else []
+    relative = [sample.relative for sample in outer.period.distances.samples] if outer else []
     session.detach()
     every = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(every)
@@ -126,7 +126,7 @@ def train(task: Task, seed: int, way: str) -> Learned:
     return Learned(
         task.name, seed, way, metric, statistics.fmean(mean[-max(1, round(LAST_SHARE * len(mean))) :]),
         [statistics.fmean(mean[start:stop]) for start, stop in pairwise(edges)],
-        max(relative, default=None), outer.every if outer else 1,
+        max(relative, default=None), outer.period.every if outer else 1,
     )  # fmt: skip
 
 

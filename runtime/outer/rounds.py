@@ -22,7 +22,6 @@ from runtime.comm.collectives.phases import Works, add_up, by_owners
 from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message
-from runtime.modes.distance_guard import DistanceGuard
 from runtime.outer.anchors import Anchor
 from runtime.plan import OuterOptimizer
 from runtime.sparse.compressed import CompressedBucket
@@ -283,39 +282,6 @@ class BufferRound:
 def floating(buffers: Sequence[Tensor]) -> list[Tensor]:
     """Return those that have a mean."""
     return [buffer for buffer in buffers if buffer.is_floating_point()]
-
-
-class Fragment:
-    """The parameters that are averaged in one round, and where that round is."""
-
-    def __init__(self, rounds: Sequence[BucketRound], parameters: Parameters, first_step: int) -> None:
-        """`first_step`: local step, from 1, behind which the first round is launched."""
-        self.rounds, self._parameters, self.first_step = rounds, parameters, first_step
-        self.launched: int | None = None
-        """Local step behind which the round in flight was launched, until it is finished; None: there is none."""
-
-    def launch(self, step: int) -> None:
-        """Send the fragment behind this local step."""
-        self.launched = step
-        for one in self.rounds:
-            one.launch()
-
-    def complete(self) -> None:
-        """Block until the round in flight has come, if there is one; the worker's weights stay what they are."""
-        if self.launched is not None:
-            for one in self.rounds:
-                one.complete()
-
-    @torch.no_grad()
-    def finish(self, mix: float, guard: DistanceGuard) -> None:
-        """End the round in flight: weights ← mix · weights + (1 − mix) · anchor; `guard` sees both before."""
-        self.complete()
-        self.launched = None
-        for one in self.rounds:
-            anchors = one.weights()
-            guard.add(self._parameters, anchors)
-            for name, anchor in anchors.items():
-                mix_into(self._parameters[name], anchor, mix)
 
 
 def mix_into(weights: Tensor, anchor: Tensor, mix: float) -> None:

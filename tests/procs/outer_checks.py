@@ -248,7 +248,9 @@ def nodes() -> dict[str, Any]:
             found[f"{name}, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
             found[f"{name}, between"] = not torch.equal(everyone[0], everyone[2])
             assert isinstance(session._mode, Outer)
-            messages = [one._lossy.packed for one in session._mode._rounds if isinstance(one, CompressedRound)]
+            assert session._mode.fragments is not None
+            rounds = session._mode.fragments._rounds
+            messages = [one._lossy.packed for one in rounds if isinstance(one, CompressedRound)]
             found[f"{name}, one message of a node"] = [once_a_node(one) for one in messages] == [True, True]
             session.detach()
     return found
@@ -533,7 +535,7 @@ def switched_by_hand() -> dict[str, Any]:
         train(model, optimizer, range(9, 18))
         assert isinstance(session._mode, Outer)
         found[f"{name}, behind two periods"] = session._mode._begun == 11
-        found[f"{name}, measured"] = bool(session._mode.distances.base)
+        found[f"{name}, measured"] = bool(session._mode.period.distances.base)
         ended.append(values_of(model, optimizer))
     session.detach()
     return found | {"alike": near(*ended, 0.0)}
@@ -558,7 +560,7 @@ def guarded() -> dict[str, Any]:
                 optimizer.load_state_dict(saved[1])
                 session.load_state_dict(saved[2])
             train(model, optimizer, range(step, step + 1))
-            seen.append(session._mode.every if isinstance(session._mode, Outer) else 0)
+            seen.append(session._mode.period.every if isinstance(session._mode, Outer) else 0)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
     texts = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
