@@ -33,6 +33,7 @@ from planner.documents.profile import parse_cluster
 from planner.ir import GAIN, Codec, Dense
 from planner.model.codecs import Wire
 from planner.model.modes import outer_steps, step_us
+from planner.model.outer_load import RANK
 from planner.model.problem import Problem, make_problem
 from planner.passes.outer import smallest_period
 from planner.strategies.diloco import best_cut, cut_evenly, schedule_of
@@ -203,7 +204,7 @@ def frontier() -> Iterator[str]:
             problem = problem_of(model, gigabits)
             alone_us = outer_steps.compute_us(problem)
             for codec in (Dense(), Wire("int8")):
-                steps = [make_schedule(problem, "ddp"), *(best_cut(problem, every, codec) for every in PERIODS)]
+                steps = [make_schedule(problem, "ddp"), *(best_cut(problem, every, codec, RANK) for every in PERIODS)]
                 ratios = [f"{step_us(problem, schedule) / alone_us:.3f}" for schedule in steps]
                 chosen = smallest_period(problem, codec, MAX_PERIOD)
                 every = outer_steps.mode_of(chosen).every

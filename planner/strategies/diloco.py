@@ -30,7 +30,7 @@ NEAR_SHORTEST = 0.002
 @strategy(whole("STEPS", "steps", at_most=MAX_PERIOD), accuracy="relaxed", name="outer")
 def outer_steps(problem: Problem, every: int = USUAL_PERIOD) -> Schedule:
     """Return outer steps after every H local steps, by default 30; fragments and delay make the shortest step."""
-    return best_cut(problem, every, worker=possible_workers(problem)[0])
+    return best_cut(problem, every, Dense(), possible_workers(problem)[0])
 
 
 @strategy(whole("STEPS", "steps", at_most=MAX_PERIOD), accuracy="relaxed")
@@ -59,7 +59,8 @@ def streaming_diloco(problem: Problem, cut: tuple[int, int] = (USUAL_PERIOD, USU
     return named_schedule(problem, cut_evenly(problem, min(parts, problem.count)), every, min(1, every - 1))
 
 
-def best_cut(problem: Problem, every: int, codec: Codec = Dense(), worker: Worker = RANK) -> Schedule:  # noqa: B008
+@memoised
+def best_cut(problem: Problem, every: int, codec: Codec, worker: Worker) -> Schedule:
     """Return the fewest late steps, then the fewest fragments, whose step is within 0.2 % of the shortest."""
     options = [
         schedule_of(stops, every, late, codec, worker, inside)
