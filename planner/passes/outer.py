@@ -171,9 +171,7 @@ def worker_notes(problem: Problem, chosen: Schedule, best: Sequence[Schedule]) -
     return [f"workers are {who}: {' and '.join(times)}; {rule}"]
 
 
-def notes(
-    problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple[Worker, str], Schedule]
-) -> list[str]:
+def notes(problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple[Worker, str], Schedule]) -> list[str]:
     """Return what readers of a plan with this schedule should know: why H, t, fragments and the encoding."""
     mode, alone_us = outer_steps.mode_of(chosen), outer_steps.alone_us(problem, chosen)
     codec = chosen.buckets[0].codec

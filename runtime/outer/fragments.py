@@ -76,9 +76,7 @@ class Fragment:
 class Fragments:
     """All fragments of one worker, from the beginning of its local steps on."""
 
-    def __init__(
-        self, plan: Plan, synchronous: Plan, host: Host, period: Period, messages: World, node: World
-    ) -> None:
+    def __init__(self, plan: Plan, synchronous: Plan, host: Host, period: Period, messages: World, node: World) -> None:
         """Make rounds and anchors of the present weights, and the exchange of local steps.
 
         Args:
