@@ -55,7 +55,7 @@ class OuterSteps(Mode):
     late: int = 0
     """Steps from a round's launch to its end (`delay_steps`)."""
     worker: Worker = RANK
-    """What trains alone: each rank, or each node, where it has several ranks."""
+    """Unit that trains alone: a rank, or a node where it has several ranks."""
 
     def __str__(self) -> str:
         cuts = f" fragments={','.join(map(str, self.fragments))}" if self.fragments else ""
