@@ -33,6 +33,7 @@ from planner.documents.profile import parse_cluster
 from planner.ir import GAIN, Codec, Dense
 from planner.model.codecs import Wire
 from planner.model.modes import outer_steps, step_us
+from planner.model.outer_load import RANK
 from planner.model.problem import Problem, make_problem
 from planner.passes.outer import smallest_period
 from planner.strategies.diloco import best_cut, cut_evenly, schedule_of
@@ -116,7 +117,7 @@ def train(task: Task, seed: int, way: str) -> Learned:
     with session.global_weights():
         metric = task.metric(model)
     outer = session._mode if isinstance(session._mode, Outer) else None
-    relative = [sample.relative for sample in outer.distances.samples] if outer else []
+    relative = [sample.relative for sample in outer.period.distances.samples] if outer else []
     session.detach()
     every = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(every)
@@ -126,7 +127,7 @@ def train(task: Task, seed: int, way: str) -> Learned:
     return Learned(
         task.name, seed, way, metric, statistics.fmean(mean[-max(1, round(LAST_SHARE * len(mean))) :]),
         [statistics.fmean(mean[start:stop]) for start, stop in pairwise(edges)],
-        max(relative, default=None), outer.every if outer else 1,
+        max(relative, default=None), outer.period.every if outer else 1,
     )  # fmt: skip
 
 
@@ -203,7 +204,7 @@ def frontier() -> Iterator[str]:
             problem = problem_of(model, gigabits)
             alone_us = outer_steps.compute_us(problem)
             for codec in (Dense(), Wire("int8")):
-                steps = [make_schedule(problem, "ddp"), *(best_cut(problem, every, codec) for every in PERIODS)]
+                steps = [make_schedule(problem, "ddp"), *(best_cut(problem, every, codec, RANK) for every in PERIODS)]
                 ratios = [f"{step_us(problem, schedule) / alone_us:.3f}" for schedule in steps]
                 chosen = smallest_period(problem, codec, MAX_PERIOD)
                 every = outer_steps.mode_of(chosen).every

@@ -73,8 +73,8 @@ def _phase_time(plan: Plan, begin: int, end: int) -> tuple[float, str]:
     First steps of another kind than the prediction is for (exact, or synchronous) take as long as those of `fallback`.
     """
     later_us = plan.predicted.iteration_us if plan.predicted else 0.0
-    kind = plan.delay or plan.outer
-    first = min(max((plan.from_step or 0 if kind is None else kind.warmup_steps) - begin, 0), end - begin)
+    first_steps = plan.outer.local_after(begin) if plan.outer else plan.first_steps
+    first = min(max(first_steps - begin, 0), end - begin)
     if not first:
         return (end - begin) * later_us, ""
     exact = plan.fallback and plan.fallback.predicted

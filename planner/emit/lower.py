@@ -36,10 +36,14 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         )
         for bucket, reason in zip(schedule.buckets, model.explain(problem, schedule, timeline), strict=True)
     )
-    fields = {"cuts": problem.cuts, "updates": _updates(problem, schedule), **model.plan_fields(problem, schedule)}
+    fields = {
+        "world": PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch),
+        "cuts": problem.cuts,
+        "updates": _updates(problem, schedule),
+        **model.plan_fields(problem, schedule),
+    }
     return Plan(
         model=problem.profile.model,
-        world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch),
         accuracy=schedule.accuracy,
         buckets=buckets,
         # The order that the simulator assumes; none where no bucket has several phases.

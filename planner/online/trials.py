@@ -27,8 +27,6 @@ TRIAL_BUDGET, MIN_BUDGET_STEPS = 0.01, 0.5
 that another trial needs to begin."""
 FORMS = (("bfloat16", NATIVE), ("bfloat16", TWO_SHOT), ("int8", TWO_SHOT))
 """Dtypes and transports in which narrow buckets are tried."""
-GUARDED_PERIODS = 2
-"""Periods of synchronous steps before outer ones that are kept: the guard compares distances with their movement."""
 
 
 class Trials:
@@ -49,7 +47,8 @@ class Trials:
         """Train by both plans in interleaved blocks and keep the faster; return the measurements of the present one and
         of the plan, nothing where a rank cannot lay the plan out.
 
-        Waits until trials may cost something again.
+        Waits until trials may cost something again. Outer steps are tried without their warm-up, and kept with one: the
+        guard compares distances with its movement.
         """
         run, lost_steps = self._run, self._lost_steps
         block_steps = sum(block_of(plan))
@@ -59,7 +58,7 @@ class Trials:
         left = max(0, begin_step - run.session.step)
         run.begin_stage(f"{called(plan)} is tried", left + TRIAL_STEPS + (block_steps - BLOCK_STEPS) * FEWEST_ROUNDS)
         yield from run.wait(left)
-        old = run.present
+        old, new = run.present, plan.without_first_steps() if plan.outer else plan
         rounds: Rounds = []
         may_lose_steps = share * run.session.step - lost_steps
         riskier = ACCURACIES.index(plan.accuracy) > ACCURACIES.index(old.accuracy)
@@ -75,10 +74,10 @@ class Trials:
         def look(tried: Plan) -> None:
             run.present = tried
             if (sample := observe(run.session, BLOCK_STEPS - 1)) is not None:
-                seen[tried is plan].append(sample.overlap)
+                seen[tried is new].append(sample.overlap)
 
         run.next = None  # a block begins with its own plan
-        verdict = yield from trial_steps((plan, old), old, run.session._recorder, run.session._world, verdict_on, look)
+        verdict = yield from trial_steps((new, old), old, run.session._recorder, run.session._world, verdict_on, look)
         if verdict is None:  # the session has said why
             run.present = old
             return []
@@ -92,7 +91,7 @@ class Trials:
                 run.exact_ratio = run.ratio
         run.tell(verdict.text, aloud=True)
         self._candidates.learn(plan, verdict)
-        run.switch(_behind_movement(plan, run.session.step) if verdict.good else old)
+        run.switch(plan if verdict.good else old)
         if verdict.good:  # the run may end before it has tried everything
             run.remember(verdict.step_us, settled=False)
         ranks: list[dict[bool, list[Overlap]]] = run.gather(seen, "comparing what plans overlap")
@@ -182,11 +181,3 @@ class Trials:
         run.cost_us += run.compile_us
         run.tell(f"{called(plan)}: compiled in {run.compile_us / 1e6:.1f} s")
         run.switch(old)
-
-
-def _behind_movement(plan: Plan, step: int) -> Plan:
-    """Return a plan as it is kept: outer steps begin behind synchronous ones, whose movement the guard measures."""
-    if plan.outer is None:
-        return plan
-    warmup_steps = step + 1 + GUARDED_PERIODS * plan.outer.every
-    return replace(plan, outer=replace(plan.outer, warmup_steps=warmup_steps))

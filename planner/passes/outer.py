@@ -1,15 +1,17 @@
 """Outer steps (DiLoCo): how seldom workers have to talk, for steps as long as without communication.
 
 Legal for relaxed plans, where `outer` is allowed. For every period H and delay t, the merge search cuts layers into
-fragments, one bucket each, whose messages take least longer than t steps; t is the smallest number of steps whose step
-is within 0.2 % of the shortest. H is the smallest whose predicted step is within 2 % of one without communication, for
+fragments, whose messages take least longer than t steps; t is the smallest number of steps whose step is within 0.2 %
+of the shortest. H is the smallest whose predicted step is within 2 % of one without communication between workers, for
 fewer local steps harm less; 8 bits are taken where they allow a smaller H, or make the step shorter where no H is
-sufficient. Asks the cost model for all-reduces of ranges of gradients.
+sufficient. Workers are nodes, if these have several ranks; ranks, which are more workers, have to make the step 2 %
+shorter. Asks the cost model for all-reduces of ranges of gradients, and for both halves of them inside and between nodes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +22,7 @@ from planner.ir import GAIN, Codec, Dense, Schedule
 from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
 from planner.model.modes import outer_steps, sharded, step_us
+from planner.model.outer_load import NODE, RANK, Worker, possible_workers
 from planner.model.problem import Problem
 from planner.passes.base import Bound, Candidate, Pass, check_count
 from planner.passes.joint import Codecs, compress_of
@@ -56,29 +59,37 @@ class Outer(Pass):
         """
         largest = check_max_period(self.max_period or DEFAULT_MAX_PERIOD)
         alone_us, now_us = outer_steps.compute_us(problem), step_us(problem, schedule)
-        cluster = problem.cost.cluster
         if problem.ranks == 1:
             return Candidate(schedule=schedule, why_not="one rank alone has no other worker")
-        if cluster.ranks_per_node > 1:
-            return Candidate(schedule=schedule, why_not="outer steps: predicted between nodes of one rank alone")
         if now_us * (1.0 - GAIN) <= alone_us:
             return Candidate(
                 schedule=schedule,
                 why_not=f"outer steps: nothing to gain, stay synchronous: the exact step of {ms(now_us)} is within "
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
-        every = {name: smallest_period(problem, codec, largest) for name, codec in self._encodings(problem).items()}
-        limit_bytes = sharded.memory_bytes(problem, self.memory_mib) or math.inf
-        found = {name: one for name, one in every.items() if needed_bytes(problem, one) <= limit_bytes}
+        workers, limit_bytes = possible_workers(problem), sharded.memory_bytes(problem, self.memory_mib) or math.inf
+        every = {
+            (worker, name): smallest_period(problem, codec, largest, worker)
+            for worker in workers
+            for name, codec in self._encodings(problem).items()
+        }
+        found = {key: one for key, one in every.items() if needed_bytes(problem, one) <= limit_bytes}
         if not found:
             need = mib(min(needed_bytes(problem, one) for one in every.values()))
             return Candidate(schedule=schedule, why_not=f"outer steps need {need} of memory, and a rank has less")
-        chosen = min(found.values(), key=lambda one: _order(problem, one))
+        best = [
+            min(of_worker, key=lambda one: _order(problem, one))
+            for worker in workers
+            if (of_worker := [one for (who, _), one in found.items() if who == worker])
+        ]
+        # A larger H would shorten the step of the fewest workers to one without communication between them.
+        least_us = outer_steps.alone_us(problem, best[0]) if _near(problem, best[0]) else step_us(problem, best[0])
+        chosen = best[-1] if step_us(problem, best[-1]) <= least_us * (1.0 - GAIN) else best[0]
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
             schedule=chosen,
-            notes=tuple(notes(problem, chosen, largest, found)),
+            notes=(*worker_notes(problem, chosen, best), *notes(problem, chosen, largest, found)),
             bound=Bound(
                 step_us=alone_us, method="each period simulated with several cuts",
                 note="the bound is a step without communication",
@@ -93,17 +104,18 @@ class Outer(Pass):
 
 
 def _near(problem: Problem, schedule: Schedule) -> bool:
-    """Tell whether a step is within 2 % of one without communication."""
-    return step_us(problem, schedule) <= outer_steps.compute_us(problem) * (1.0 + GAIN)
+    """Tell whether a step is within 2 % of one without communication between workers."""
+    return step_us(problem, schedule) <= outer_steps.alone_us(problem, schedule) * (1.0 + GAIN)
 
 
 def needed_bytes(problem: Problem, schedule: Schedule) -> int:
     """Return a rank's bytes of weights, gradients, state and known activations (0 where the state is unknown), with
-    anchors, outer momenta, residuals and the largest message.
+    anchors, outer momenta, residuals and the messages of the largest fragment.
     """
     wide = np.maximum(problem.size_bytes, 4 * problem.numel)
     copies = 1.0 / problem.ranks + (1.0 / problem.ranks if schedule.buckets[0].codec.exact else 2.0)
-    largest = max(int(wide[list(bucket.gradients)].sum()) for bucket in schedule.buckets)
+    fragments = outer_steps.fragments_of(schedule)
+    largest = max(sum(int(wide[list(schedule.buckets[one].gradients)].sum()) for one in ones) for ones in fragments)
     known = sharded.replicated_bytes(problem)
     return 0 if known is None else known + math.ceil(copies * float(wide.sum())) + largest
 
@@ -119,37 +131,65 @@ def check_max_period(value: object) -> int:
     return check_count(value, "--max-period", "steps", MAX_PERIOD)
 
 
-def smallest_period(problem: Problem, codec: Codec, largest: int) -> Schedule:
+def smallest_period(problem: Problem, codec: Codec, largest: int, worker: Worker = RANK) -> Schedule:
     """Return the best schedule of the smallest H within 2 % of no communication; if there is none, of the largest."""
     low, high = 1, largest
-    if not _near(problem, best_cut(problem, high, codec)):
-        return best_cut(problem, high, codec)
+    if not _near(problem, best_cut(problem, high, codec, worker)):
+        return best_cut(problem, high, codec, worker)
     while low < high:  # a larger H never has a longer mean step
         middle = (low + high) // 2
-        if _near(problem, best_cut(problem, middle, codec)):
+        if _near(problem, best_cut(problem, middle, codec, worker)):
             high = middle
         else:
             low = middle + 1
-    return best_cut(problem, high, codec)
+    return best_cut(problem, high, codec, worker)
 
 
-def notes(problem: Problem, chosen: Schedule, largest: int, found: dict[str, Schedule]) -> list[str]:
+def worker_notes(problem: Problem, chosen: Schedule, best: Sequence[Schedule]) -> list[str]:
+    """Return what a worker is and why; nothing on nodes of one rank.
+
+    Args:
+        problem: the step.
+        chosen: the schedule of the plan.
+        best: those of each kind of worker that fits into memory.
+    """
+    cluster, mode = problem.cost.cluster, outer_steps.mode_of(chosen)
+    if cluster.ranks_per_node == 1:
+        return []
+    who = f"the {cluster.nodes} nodes" if mode.worker == NODE else f"the {cluster.ranks} ranks"
+    if problem.node_costs is None:
+        why = "all share one node" if cluster.nodes == 1 else "costs of intra-node and inter-node links are not known"
+        return [f"workers are {who}: {why}"]
+    times = []
+    for one in best:
+        mode, need = outer_steps.mode_of(one), needed_bytes(problem, one)
+        memory = f", {mib(need)} a rank" if need else ""
+        inside_us = outer_steps.alone_us(problem, one) - outer_steps.compute_us(problem)
+        averages = f", {ms(inside_us)} of it to average inside nodes" if mode.worker == NODE else ""
+        times.append(f"with {mode.worker}s {ms(step_us(problem, one))} a step{averages} (H = {mode.every}{memory})")
+    rule = f"ranks, which are more workers, have to save {GAIN:.0%}" if best[1:] else "others do not fit into memory"
+    return [f"workers are {who}: {' and '.join(times)}; {rule}"]
+
+
+def notes(problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple[Worker, str], Schedule]) -> list[str]:
     """Return what readers of a plan with this schedule should know: why H, t, fragments and the encoding."""
-    mode, alone_us = outer_steps.mode_of(chosen), outer_steps.compute_us(problem)
+    mode, alone_us = outer_steps.mode_of(chosen), outer_steps.alone_us(problem, chosen)
     codec = chosen.buckets[0].codec
     periods = sorted({1, *(2**power for power in range(1, 14) if 2**power <= largest), mode.every})
-    times = ", ".join(f"{every}: {ms(step_us(problem, best_cut(problem, every, codec)))}" for every in periods)
+    cuts = {every: best_cut(problem, every, codec, mode.worker) for every in periods}
+    times = ", ".join(f"{every}: {ms(step_us(problem, one))}" for every, one in cuts.items())
     near = "the smallest" if _near(problem, chosen) else f"the largest allowed (--max-period {largest}), and none is"
     others = ", ".join(
         f"{name} needs H = {outer_steps.mode_of(one).every}"
         if _near(problem, one)
         else f"{name} takes {ms(step_us(problem, one))} with H = {largest}"
-        for name, one in found.items()
+        for (worker, name), one in found.items()
+        if worker == mode.worker
     )
     return [
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
-        f"communication",
+        f"communication{' between nodes' if mode.worker == NODE else ''}",
         f"{pluralize(len(mode.fragments), 'fragment')}, cut between layers by the merge search, taken "
         f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than "
         f"{NEAR_SHORTEST:.1%}",

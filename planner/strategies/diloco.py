@@ -1,4 +1,7 @@
-"""Outer steps by name: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512), and what this planner cuts."""
+"""Outer steps by name: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512), and what this planner cuts.
+
+Workers are nodes where these have several ranks and the costs of both links are known, else ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE, Bucket, Codec, Dense, Places, Schedule
-from planner.model.codecs import Wire
-from planner.model.codecs.codec import prefix_sums
 from planner.model.modes import step_us
-from planner.model.modes.outer_steps import OuterSteps, compute_us
+from planner.model.modes.outer_steps import OuterSteps
+from planner.model.outer_load import RANK, Worker, average_us, costs_of_nodes, local_us, possible_workers, round_us
 from planner.model.problem import Problem, memoised
-from planner.search.merge import MergeProblem, merge_by_count
+from planner.search.merge import MergeProblem, merge_by_count, merge_exact
 from planner.strategies.strategy import Argument, strategy, whole
 from runtime.plan.transports import LIBRARY, TWO_SHOT
 
@@ -28,13 +30,13 @@ NEAR_SHORTEST = 0.002
 @strategy(whole("STEPS", "steps", at_most=MAX_PERIOD), accuracy="relaxed", name="outer")
 def outer_steps(problem: Problem, every: int = USUAL_PERIOD) -> Schedule:
     """Return outer steps after every H local steps, by default 30; fragments and delay make the shortest step."""
-    return best_cut(problem, every)
+    return best_cut(problem, every, Dense(), possible_workers(problem)[0])
 
 
 @strategy(whole("STEPS", "steps", at_most=MAX_PERIOD), accuracy="relaxed")
 def diloco(problem: Problem, every: int = USUAL_PERIOD) -> Schedule:
     """Return DiLoCo: all weights at once after every H local steps, by default 30, which wait for them."""
-    return schedule_of((problem.count,), every, 0)
+    return named_schedule(problem, (problem.count,), every, 0)
 
 
 def _read(text: str) -> tuple[int, int]:
@@ -54,17 +56,19 @@ _EXPECTED = f"steps H up to {MAX_PERIOD} and at most as many fragments, such as 
 def streaming_diloco(problem: Problem, cut: tuple[int, int] = (USUAL_PERIOD, USUAL_FRAGMENTS)) -> Schedule:
     """Return Streaming DiLoCo: a fragment at a time, by default 4 in 30 steps, each taken one step later."""
     every, parts = cut
-    return schedule_of(cut_evenly(problem, min(parts, problem.count)), every, min(1, every - 1))
+    return named_schedule(problem, cut_evenly(problem, min(parts, problem.count)), every, min(1, every - 1))
 
 
-def best_cut(problem: Problem, every: int, codec: Codec = Dense()) -> Schedule:  # noqa: B008
+@memoised
+def best_cut(problem: Problem, every: int, codec: Codec, worker: Worker) -> Schedule:
     """Return the fewest late steps, then the fewest fragments, whose step is within 0.2 % of the shortest."""
     options = [
-        schedule_of(stops, every, late, codec)
+        schedule_of(stops, every, late, codec, worker, inside)
         for late in DELAYS
         if late < every
-        for stops in cuts_to_hide(problem, codec, late)
+        for stops in cuts_to_hide(problem, codec, late, worker)
         if len(stops) <= every
+        for inside in ((), *cuts_inside(problem, worker))
     ]
     times_us = [step_us(problem, option) for option in options]
     limit_us = min(times_us) * (1.0 + NEAR_SHORTEST)
@@ -72,16 +76,31 @@ def best_cut(problem: Problem, every: int, codec: Codec = Dense()) -> Schedule: 
 
 
 @memoised
-def cuts_to_hide(problem: Problem, codec: Codec, late: int) -> list[tuple[int, ...]]:
+def cuts_inside(problem: Problem, worker: Worker) -> list[tuple[int, ...]]:
+    """Return the best merge of buckets that are averaged inside of nodes, as one past the last gradient of each; none
+    where ranks are workers.
+    """
+    if (costs := costs_of_nodes(problem, worker)) is None:
+        return []
+    rises = costs.scatter.curve.non_decreasing and costs.gather.curve.non_decreasing
+    return [merge_exact(MergeProblem.of(problem, lambda sizes: average_us(problem, sizes), rises)).stops]
+
+
+@memoised
+def cuts_to_hide(problem: Problem, codec: Codec, late: int, worker: Worker) -> list[tuple[int, ...]]:
     """Return cuts between layers into some numbers of fragments, as one past the last gradient of each fragment.
 
     Layers are merged as if all were ready at once and a message cost what `late` steps do not hide of it. That finds,
     for each number of fragments, the cut that hides most; more than the fewest that hide all they can are left out.
     """
     edges = np.array([0, *(stop for _, stop in problem.layer_runs)])
+    stops_inside = next(iter(cuts_inside(problem, worker)), (problem.count,))
+    hidden_us = late * local_us(problem, worker, Schedule.from_boundaries(stops_inside).buckets)
 
     def cost_us(starts: Places, stops: Places) -> NDArray[np.float64]:
-        return _exposed_us(problem, codec, late, edges[starts], edges[stops])
+        time_us = round_us(problem, worker, codec, edges[starts], edges[stops])
+        compute, network = problem.range_factors(edges[starts], edges[stops])
+        return np.maximum(0.0, time_us * network - hidden_us * compute)
 
     layers = MergeProblem(np.zeros(len(edges) - 1), cost_us, non_decreasing=False)
     found = merge_by_count(layers, MOST_FRAGMENTS)
@@ -91,23 +110,24 @@ def cuts_to_hide(problem: Problem, codec: Codec, late: int) -> list[tuple[int, .
     return [tuple(edges[list(found[number - 1].stops)].tolist()) for number in numbers]
 
 
-def _exposed_us(problem: Problem, codec: Codec, late: int, starts: Places, stops: Places) -> NDArray[np.float64]:
-    """Return how much longer than `late` steps the messages of fragments [start, stop) take."""
-    if isinstance(codec, Wire):
-        [phase] = problem.wire_cost(codec.dtype, TWO_SHOT).phases
-        (before,) = prefix_sums(problem.numel)
-        time_us = phase.time_us(before[stops] - before[starts])
-    else:
-        time_us = problem.range_cost_us(starts, stops)
-    compute, network = problem.range_factors(starts, stops)
-    return np.maximum(0.0, time_us * network - late * compute_us(problem) * compute)
-
-
-def schedule_of(stops: tuple[int, ...], every: int, late: int, codec: Codec = Dense()) -> Schedule:  # noqa: B008
-    """Return fragments that end at these gradients, a bucket each, and arrive some steps later."""
+def schedule_of(
+    stops: tuple[int, ...], every: int, late: int, codec: Codec = Dense(), worker: Worker = RANK,  # noqa: B008
+    inside: tuple[int, ...] = (),
+) -> Schedule:  # fmt: skip
+    """Return fragments that end at these gradients and arrive some steps later; each is one bucket, or divided where a
+    bucket ends that is averaged `inside` of nodes.
+    """
+    edges = sorted({*stops, *inside})
     transport = LIBRARY if codec.exact else TWO_SHOT
-    made = Schedule.cut(stops, lambda members: Bucket(tuple(members), transport, codec))
-    return Schedule(buckets=made.buckets, mode=OuterSteps(every, (1,) * len(stops), late))
+    made = Schedule.cut(edges, lambda members: Bucket(tuple(members), transport, codec))
+    counts = np.diff(np.searchsorted(edges, (0, *stops), side="right"))
+    return Schedule(buckets=made.buckets, mode=OuterSteps(every, tuple(counts.tolist()), late, worker))
+
+
+def named_schedule(problem: Problem, stops: tuple[int, ...], every: int, late: int) -> Schedule:
+    """Return `schedule_of` with whole weights between the fewest workers that there may be."""
+    worker = possible_workers(problem)[0]
+    return schedule_of(stops, every, late, worker=worker, inside=next(iter(cuts_inside(problem, worker)), ()))
 
 
 def cut_evenly(problem: Problem, parts: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from runtime.checks.modes import asked_modes
 from runtime.comm.collectives import asks_for_nodes, is_narrow_between
 from runtime.comm.collectives.phases import share_of
 from runtime.comm.phased_communicator import phases_of
-from runtime.comm.topology import Topology
+from runtime.comm.topology import Topology, nodes_problem
 from runtime.comm.world import World
 from runtime.errors import AdaptedWarning, PlanMismatch
 from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
@@ -28,14 +28,12 @@ from runtime.plan.transports import FLAT, TORUS_2D, TWO_SHOT
 def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
     """Return why ranks on these nodes (or why nodes are not known) cannot carry out the plan, or None."""
     if asks_for_nodes(plan):
-        what, planned = "the plan has collectives inside nodes and between them", plan.world.nodes
-        if not isinstance(topology, Topology):
-            return f"{what}, but {topology or 'ranks have not agreed on their nodes; attach with this plan'}"
-        if planned is not None and planned != topology.num_nodes and topology.num_nodes != 1:
-            return (
-                f"{what}, for {planned} nodes, but found {topology}; expected {planned} nodes of "
-                f"{plan.world.ranks // planned}: start that number, give a mesh, or make a plan for this cluster"
-            )
+        what = "the plan has collectives inside nodes and between them"
+        planned = plan.world.nodes or (plan.fallback and plan.fallback.world.nodes)
+        if planned:
+            what += f", for {planned} nodes"
+        if problem := nodes_problem(what, (planned, 1) if planned else (), plan.world.ranks, topology):
+            return problem
     if problem := asked_modes(plan)[0].check_topology(plan, topology):
         return problem
     if not isinstance(topology, Topology):

@@ -128,3 +128,22 @@ def find_topology(everyone: Sequence[NodeInfo]) -> Topology | str:
                 f"launcher, or give a mesh"
             )
     return Topology(tuple(tuple(ranks) for ranks in members.values()))
+
+
+def nodes_problem(what: str, nodes: Sequence[int], ranks: int, topology: Topology | str | None) -> str | None:
+    """Return why ranks cannot do what a plan has for its nodes, or None.
+
+    Args:
+        what: the plan has, as a clause.
+        nodes: numbers of nodes that can do it, the plan's first; none: any number can.
+        ranks: of the plan.
+        topology: the nodes that there are, or the reason why they are not known.
+    """
+    if not isinstance(topology, Topology):
+        return f"{what}, but {topology or 'ranks have not agreed on their nodes; attach with this plan'}"
+    if not nodes or topology.num_nodes in nodes:
+        return None
+    return (
+        f"{what}, but found {topology}; expected {nodes[0]} of {ranks // nodes[0]} ranks: start that number, give a "
+        f"mesh, or make a plan for this cluster"
+    )

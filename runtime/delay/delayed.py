@@ -26,7 +26,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.topology import Topology
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
 from runtime.delay.checkpoint import VERSION, buckets_of, check_state, clones, copy_all, own_state
@@ -35,7 +34,7 @@ from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
 from runtime.delay.server import Rates, rates_of
 from runtime.errors import AccuracyWarning, InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, check_workers, make_on_all_ranks, warn_of_scales
+from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
 from runtime.modes.distance_guard import NO_DISTANCE, WINDOWS, DistanceGuard
 from runtime.monitor.pace import Pace
 from runtime.optimizers.kinds import find_missing
@@ -72,6 +71,7 @@ class Delayed(Mode, StepHooks):
         "expected delay null: plan with `--accuracy exact` or `bounded`, or give no weights"
     )
     lingers = True
+    has_workers = True
 
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -122,11 +122,6 @@ class Delayed(Mode, StepHooks):
                 f"before profiling"
             )
         return None
-
-    @classmethod
-    def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
-        """See `Mode.check_topology`: the nodes that there are have to be the plan's workers."""
-        return check_workers(plan, topology, cls.what)
 
     @property
     def synchronous_plan(self) -> Plan:

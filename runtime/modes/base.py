@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of, has_phases
 from runtime.comm.communicator import Communicator, NullCommunicator
-from runtime.comm.topology import Topology
+from runtime.comm.topology import Topology, nodes_problem
 from runtime.comm.world import World, first_line
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
@@ -124,6 +124,8 @@ class Mode:
     """Reason why residuals cannot be in units of updates (`residual_unit`); None: they can."""
     weight_reason: ClassVar[str | None] = None
     """Reason why ranks cannot have weights; None: they can."""
+    has_workers: ClassVar[bool] = False
+    """Whether the nodes of a plan are its workers, where they are fewer than ranks; else each rank is one."""
     sends: ClassVar[str | None] = None
     """The collective of all buckets; None: what each of them says."""
 
@@ -148,7 +150,10 @@ class Mode:
     @classmethod
     def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
         """Return why ranks on these nodes (or why these are not known) cannot carry out the plan, or None."""
-        return None
+        nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
+        if nodes == ranks or not cls.has_workers:
+            return None
+        return nodes_problem(f"the plan has {cls.what} between {nodes} nodes", (nodes,), ranks, topology)
 
     @property
     def synchronous_plan(self) -> Plan:
@@ -355,28 +360,6 @@ def warn_of_scales(host: Host) -> None:
             f"steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)",
             AccuracyWarning,
         )
-
-
-def check_workers(plan: Plan, topology: Topology | str | None, what: str) -> str | None:
-    """Return why the nodes that there are cannot be the plan's workers, or None: they can, or ranks are workers.
-
-    Args:
-        plan: has the number of nodes; as many as ranks, or none: every rank is a worker, wherever it is.
-        topology: ranks of each node, or the reason why they are not known.
-        what: what the plan has, in the message.
-    """
-    nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
-    if nodes == ranks:
-        return None
-    if not isinstance(topology, Topology):
-        why = topology or "ranks have not agreed on their nodes; attach with this plan"
-        return f"the plan has {what} between {nodes} nodes, but {why}"
-    if topology.num_nodes == nodes:
-        return None
-    return (
-        f"the plan has {what} between {nodes} nodes, but found {topology}; expected {nodes} of {ranks // nodes} ranks: "
-        f"start that number, give a mesh, or make a plan for this cluster"
-    )
 
 
 def check_one_dtype(plan: Plan, parameters: Mapping[str, nn.Parameter], why_one: str) -> str | None:

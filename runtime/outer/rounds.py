@@ -9,7 +9,7 @@ Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.comm.collectives.direct import Narrowed
-from runtime.comm.collectives.phases import add_up, all_to_all, gather
+from runtime.comm.collectives.direct import Factored, Narrowed, Packed
+from runtime.comm.collectives.phases import Works, add_up, by_owners
 from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message
-from runtime.modes.distance_guard import DistanceGuard
 from runtime.outer.anchors import Anchor
 from runtime.plan import OuterOptimizer
 from runtime.sparse.compressed import CompressedBucket
@@ -76,16 +75,17 @@ class MeanOfWeights:
         """
         self._anchor, self.flat, self._peers = anchor, flat, peers
 
-    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        anchor = self._anchor
-        workers = len(self._peers)
-        sent = self.flat if workers == anchor.ranks else self.flat.view(anchor.ranks, -1)[list(self._peers)].view(-1)
-        received = torch.empty_like(sent)
-        yield from all_to_all(received, sent, group, self._peers)
-        mean = torch.empty_like(anchor.weights)
-        add_up(list(received.view(workers, -1)), mean)
-        anchor.step(anchor.weights - mean.div_(workers))
-        yield from gather(self.flat, anchor.weights.to(self.flat.dtype), group)
+    def phases(self, group: dist.ProcessGroup) -> Works:
+        anchor, rows = self._anchor, self.flat.view(self._anchor.ranks, -1)
+        received = rows.new_empty(len(self._peers), rows.shape[1])
+
+        def own() -> Tensor:
+            mean = torch.empty_like(anchor.weights)
+            add_up(list(received), mean)
+            anchor.step(anchor.weights - mean.div_(len(self._peers)))
+            return anchor.weights.to(self.flat.dtype)
+
+        return by_owners(rows, received, own, self.flat, group, self._peers)
 
 
 class DenseRound:
@@ -149,8 +149,8 @@ class CompressedRound:
     ) -> None:  # fmt: skip
         """Keep the whole anchor of a bucket of one dtype, whose gradients are pseudo-gradients.
 
-        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by. Ranks of
-        one node send the same, or where `lossy` sends among peers, each a part of it.
+        Where parts of the sum have owners, these take the outer step, and send what it moves the anchor by. Ranks of a
+        node that is a worker have the same pseudo-gradients, of whose message each may send a part (`send_once`).
         """
         self._bucket, self._parameters, self._communicator = bucket, parameters, communicator
         self._workers, self._sent, self._lossy = world.ranks, CommTiming(), lossy
@@ -166,6 +166,8 @@ class CompressedRound:
             self._workers = len(peers)
             others = (rank for rank in range(world.ranks) if rank not in peers)
             self._others = [slice(rank * shots.share, (rank + 1) * shots.share) for rank in others]
+        self._copies = lossy.packed.copies if isinstance(lossy.packed, Packed | Factored) else 1
+        """Number of ranks that have the same message, of which its sums have one."""
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
         self._hold(held=False)
 
@@ -204,7 +206,7 @@ class CompressedRound:
             return  # it has been completed
         self._feedback.settle(lambda _: self._communicator.wait(self._sent))
         (anchor,) = self.anchors
-        received = self._message.flat[: anchor.numel].to(anchor.weights.dtype)
+        received = self._message.flat[: anchor.numel].to(anchor.weights.dtype).mul_(self._copies)
         if self._moves:
             anchor.weights.sub_(received)
         else:
@@ -280,39 +282,6 @@ class BufferRound:
 def floating(buffers: Sequence[Tensor]) -> list[Tensor]:
     """Return those that have a mean."""
     return [buffer for buffer in buffers if buffer.is_floating_point()]
-
-
-class Fragment:
-    """The parameters that are averaged in one round, and where that round is."""
-
-    def __init__(self, rounds: Sequence[BucketRound], parameters: Parameters, first_step: int) -> None:
-        """`first_step`: local step, from 1, behind which the first round is launched."""
-        self.rounds, self._parameters, self.first_step = rounds, parameters, first_step
-        self.launched: int | None = None
-        """Local step behind which the round in flight was launched, until it is finished; None: there is none."""
-
-    def launch(self, step: int) -> None:
-        """Send the fragment behind this local step."""
-        self.launched = step
-        for one in self.rounds:
-            one.launch()
-
-    def complete(self) -> None:
-        """Block until the round in flight has come, if there is one; the worker's weights stay what they are."""
-        if self.launched is not None:
-            for one in self.rounds:
-                one.complete()
-
-    @torch.no_grad()
-    def finish(self, mix: float, guard: DistanceGuard) -> None:
-        """End the round in flight: weights ← mix · weights + (1 − mix) · anchor; `guard` sees both before."""
-        self.complete()
-        self.launched = None
-        for one in self.rounds:
-            anchors = one.weights()
-            guard.add(self._parameters, anchors)
-            for name, anchor in anchors.items():
-                mix_into(self._parameters[name], anchor, mix)
 
 
 def mix_into(weights: Tensor, anchor: Tensor, mix: float) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("nesterov",)
 """Outer optimizers that the runtime has."""
+GUARDED_PERIODS = 2
+"""Periods of synchronous steps before local ones in a run that switches to outer steps: the guard compares distances
+with their movement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class OuterSpec(Record):
     """Share of a worker's own weights in the weights that it continues with; 0 takes the anchor."""
     optimizer: OuterOptimizer = OuterOptimizer()
     warmup_steps: Count = 0
-    """Synchronous steps before local ones."""
+    """Synchronous steps before local ones, counted from the beginning of the run; see `local_after`."""
 
     def fragments_of(self, gradients: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """Return the fragments of a plan with these gradients."""
@@ -53,6 +56,16 @@ class OuterSpec(Record):
     def due_after(self, fragment: int, fragments: int) -> int:
         """Return the first local step, from 1, behind which a fragment's round is launched; then every H-th."""
         return (fragment + 1) * self.every // fragments
+
+    def local_after(self, step: int) -> int:
+        """Return the number of steps of a run behind which local ones begin, if it takes up outer steps behind `step`.
+
+        A run that switches to them has had their warm-up without the guard. So at least `GUARDED_PERIODS` periods more
+        are synchronous; none without a warm-up.
+        """
+        if not step or not self.warmup_steps:
+            return self.warmup_steps
+        return max(self.warmup_steps, step + GUARDED_PERIODS * self.every)
 
     def problem(self, path: str) -> str | None:
         """Return what is wrong between the fields; see `Record.problem`."""

@@ -50,8 +50,14 @@ class Selection:
             flat[self.words :] = tail.view(torch.int32)
 
     def rows(self) -> Tensor:
-        """Return the selected elements of every rank. Shape (ranks, words), int32."""
-        return self.message.gathered.view(self._ranks, -1)[:, : self.words]
+        """Return the selected elements of every rank, or of every node where these send once. Shape (senders, words),
+        int32.
+        """
+        return self._all_words()[:, : self.words]
+
+    def _all_words(self) -> Tensor:
+        nodes = self.message.nodes
+        return self.message.gathered.view(self._ranks if nodes is None else nodes.num_nodes, -1)
 
     def decode(self, sums: Tensor, tail: Tensor | None) -> Tensor:
         """See `Encoding.decode`: sums are 0 where no rank has selected."""
@@ -63,7 +69,7 @@ class Selection:
     def decode_tail(self, tail: Tensor | None) -> None:
         """Make the tail its sum over ranks."""
         if tail is not None:
-            tails = self.message.gathered.view(self._ranks, -1)[:, self.words :]
+            tails = self._all_words()[:, self.words :]
             tail.copy_(tails.contiguous().view(torch.float32).sum(dim=0))
 
     def add_up(self, rows: Tensor, sums: Tensor) -> None:
@@ -75,5 +81,5 @@ class Selection:
             return
         sums.zero_()
         values = words.contiguous().view(dtype) if self.k else words  # of no elements torch makes no float64
-        for rank in range(self._ranks if self.k else 0):
-            sums.index_add_(0, indices[rank], values[rank])
+        for row in range(len(rows) if self.k else 0):
+            sums.index_add_(0, indices[row], values[row])

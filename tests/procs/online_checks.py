@@ -711,7 +711,7 @@ def outer_on_a_slow_link() -> dict[str, bool]:
         found, story = session.plan, session._pilot.story
         steps(side, range(801, 805 + 2 * (found.outer.every if found.outer else 0)))
         results[f"outer: {story}"] = found.outer is not None and session._mode.own_weights
-        results["behind steps that the guard has measured"] = bool(session._mode.distances.base)
+        results["behind steps that the guard has measured"] = bool(session._mode.period.distances.base)
         results["not in its synchronous steps"] = session.step > 60
         results["alike"] = ranks_agree([story, found.digest()])
         results["against the best exact plan"] = found.fallback is not None and found.fallback.accuracy == "exact"

@@ -23,6 +23,7 @@ from outer_reference import Reference
 from torch import Tensor, nn
 
 import runtime
+from runtime.comm.collectives.direct import Narrowed
 from runtime.errors import CommunicationError, InputError
 from runtime.modes import distance_guard
 from runtime.outer.local_steps import Outer
@@ -37,6 +38,12 @@ LOCAL_SGD = OuterOptimizer(lr=1.0, momentum=0.0)
 DILOCO = OuterSpec(every=4, warmup_steps=3)
 STREAMING = OuterSpec(every=4, fragments=HALVES, delay_steps=2, mix=0.5, warmup_steps=2)
 INT8 = CompressorSpec(name="wire", dtype="int8", block=64)
+COMPRESSORS = {
+    "dense": None,
+    "int8": INT8,
+    "topk": CompressorSpec(name="topk", density=0.3),
+    "low rank": CompressorSpec(name="powersgd", rank=1),
+}
 TOLERANCE = 1e-12
 
 
@@ -223,17 +230,35 @@ def nodes() -> dict[str, Any]:
         session.detach()
         for rule in (LOCAL_SGD, OuterOptimizer()):
             found |= narrow(f"int8, {rule}", replace(STREAMING, optimizer=rule), loss, workers, rank // 2, **world)
-        model, optimizer, session = started(plan_of(STREAMING, INT8, **world), adamw, single())
-        train(model, optimizer, range(9), single_loss)
-        assert isinstance(session._mode, Outer)
-        messages = [one._lossy.packed for one in session._mode._rounds if isinstance(one, CompressedRound)]
-        found["int8, one message of a node"] = [len(one.received) for one in messages] == [workers, workers]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in model.parameters()]))
-        found["int8, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
-        found["int8, between"] = not torch.equal(everyone[0], everyone[2])
-        session.detach()
+        for name in ("int8", "topk", "low rank"):
+            found |= lossless(name, 2, **world)
+            plan = plan_of(STREAMING, COMPRESSORS[name], **world)
+            straight, optimizer, session = started(plan, adamw, single())
+            train(straight, optimizer, range(5), single_loss)
+            saved = copy.deepcopy((straight.state_dict(), session.state_dict()))
+            train(straight, optimizer, range(5, 9), single_loss)
+            session.detach()
+            model, optimizer, session = started(plan, adamw, single())
+            model.load_state_dict(saved[0])
+            session.load_state_dict(saved[1])
+            train(model, optimizer, range(5, 9), single_loss)
+            found[f"{name}, resumed"] = near(model.parameters(), straight.parameters(), 0.0)
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in model.parameters()]))
+            found[f"{name}, inside"] = torch.equal(everyone[rank], everyone[rank ^ 1])
+            found[f"{name}, between"] = not torch.equal(everyone[0], everyone[2])
+            assert isinstance(session._mode, Outer)
+            assert session._mode.fragments is not None
+            rounds = session._mode.fragments._rounds
+            messages = [one._lossy.packed for one in rounds if isinstance(one, CompressedRound)]
+            found[f"{name}, one message of a node"] = [once_a_node(one) for one in messages] == [True, True]
+            session.detach()
     return found
+
+
+def once_a_node(message: Any) -> bool:
+    """Whether two ranks of a node send parts of what they have alike."""
+    return (len(message.received) if isinstance(message, Narrowed) else int(message.copies)) == 2
 
 
 def four_ranks() -> dict[str, Any]:
@@ -254,36 +279,39 @@ def plain_averaging() -> dict[str, Any]:
 
 
 def compressed() -> dict[str, Any]:
-    """Nothing is lost: once the residuals have been sent, workers are where all their gradients lead to.
-
-    With plain SGD, an outer rate of 1 and mix 0 that is the first weights − lr · mean of the gradients of all steps but
-    those between a round's launch and its end, which mix 0 drops.
-    """
+    """Nothing is lost: once the residuals have been sent, workers are where all their gradients lead to."""
     found: dict[str, Any] = {}
-    compressors = {
-        "dense": None,
-        "int8": INT8,
-        "topk": CompressorSpec(name="topk", density=0.3),
-        "low rank": CompressorSpec(name="powersgd", rank=1),
+    for name, t in itertools.product(COMPRESSORS, (0, 2)):
+        found |= lossless(name, t)
+    return found
+
+
+def lossless(name: str, t: int, **world: Any) -> dict[str, Any]:
+    """Train with a compressor of this name, rounds of `t` steps.
+
+    With plain SGD, an outer rate of 1 and mix 0 weights end as the first ones − lr · mean of the gradients of all steps
+    but those between a round's launch and its end, which mix 0 drops.
+    """
+    compressor, steps = COMPRESSORS[name], 10
+    spec = replace(STREAMING, delay_steps=t, mix=0.0, optimizer=LOCAL_SGD, warmup_steps=0)
+    model, optimizer, session = started(plan_of(spec, compressor, **world), sgd, single())
+    expected = {n: p.detach().double() for n, p in model.named_parameters()}
+    for local in range(1, steps + 1):
+        train(model, optimizer, range(local, local + 1), single_loss)
+        for n, p in model.named_parameters():
+            due = spec.due_after(next(i for i, half in enumerate(HALVES) if n in half), 2)
+            if not any(launch < local <= launch + t for launch in range(due, steps + 1, spec.every)):
+                expected[n] -= 0.05 * mean_over_ranks(p.grad)
+    held = [one.get("residuals", {}) for one in session.state_dict()["outer"]["residuals"]]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, any(bool(part.any()) for parts in held for part in parts.values()))
+    holds = (any if world else all)(everyone)  # of a node, a rank that sends no part of 8 bits has no residual
+    session.switch(plan_of(None))
+    found = {
+        f"{name} t={t} holds back": (compressor is not None) == holds,
+        f"{name} t={t}": near([p.double() for p in model.parameters()], expected.values(), 2e-6),
     }
-    steps = 10
-    for (name, compressor), t in itertools.product(compressors.items(), (0, 2)):
-        spec = replace(STREAMING, delay_steps=t, mix=0.0, optimizer=LOCAL_SGD, warmup_steps=0)
-        model, optimizer, session = started(plan_of(spec, compressor), sgd, single())
-        expected = {n: p.detach().double() for n, p in model.named_parameters()}
-        for local in range(1, steps + 1):
-            train(model, optimizer, range(local, local + 1), single_loss)
-            for n, p in model.named_parameters():
-                due = spec.due_after(next(i for i, half in enumerate(HALVES) if n in half), 2)
-                if not any(launch < local <= launch + t for launch in range(due, steps + 1, spec.every)):
-                    expected[n] -= 0.05 * mean_over_ranks(p.grad)
-        held = [one.get("residuals", {}) for one in session.state_dict()["outer"]["residuals"]]
-        found[f"{name} t={t} holds back"] = (compressor is not None) == any(
-            bool(part.any()) for parts in held for part in parts.values()
-        )
-        session.switch(plan_of(None))
-        found[f"{name} t={t}"] = near([p.double() for p in model.parameters()], expected.values(), 2e-6)
-        session.detach()
+    session.detach()
     return found
 
 
@@ -486,6 +514,33 @@ def switched() -> dict[str, Any]:
     return found
 
 
+def switched_by_hand() -> dict[str, Any]:
+    """A run that has had its warm-up before it takes up outer steps makes synchronous ones first, whose movement the
+    guard measures; also where it resumes meanwhile.
+    """
+    plan, found, ended = plan_of(STREAMING), {}, []
+    model, optimizer, session = started(plan_of(None))
+    train(model, optimizer, range(3))
+    session.switch(plan)
+    train(model, optimizer, range(3, 9))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+    found["synchronous"] = same_everywhere(list(model.parameters()))
+    for name in ("straight", "resumed"):
+        if ended:
+            session.detach()
+            model, optimizer, session = started(plan)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            session.load_state_dict(saved[2])
+        train(model, optimizer, range(9, 18))
+        assert isinstance(session._mode, Outer)
+        found[f"{name}, behind two periods"] = session._mode._begun == 11
+        found[f"{name}, measured"] = bool(session._mode.period.distances.base)
+        ended.append(values_of(model, optimizer))
+    session.detach()
+    return found | {"alike": near(*ended, 0.0)}
+
+
 def guarded() -> dict[str, Any]:
     """Workers that are too far from each other take rounds sooner, then synchronous steps, all at one step."""
     plan = replace(plan_of(STREAMING), fallback=plan_of(None))
@@ -505,7 +560,7 @@ def guarded() -> dict[str, Any]:
                 optimizer.load_state_dict(saved[1])
                 session.load_state_dict(saved[2])
             train(model, optimizer, range(step, step + 1))
-            seen.append(session._mode.every if isinstance(session._mode, Outer) else 0)
+            seen.append(session._mode.period.every if isinstance(session._mode, Outer) else 0)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
     texts = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
@@ -671,6 +726,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         narrow_against_reference,
         resumed,
         switched,
+        switched_by_hand,
         more_workers,
         other_layouts,
         leaves_between_gradient_and_step,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.wire import DTYPES, encoding, ratio_of
+from planner.cost.wire import DTYPES, WireCost, encoding, ratio_of
 from planner.documents.text import mib, pluralize
 from planner.ir import Bucket, Codec, Schedule
 from planner.model.codecs.codec import (
@@ -58,12 +58,7 @@ class Wire(CodecModel):
 
     def spend(self, problem: Problem, bucket: Bucket) -> Spending:
         """Return phases of fewer bytes; the network waits for what owners do between the two shots."""
-        cost, elements = problem.wire_cost(self.dtype, bucket.transport), problem.elements(bucket)
-        messages = tuple(
-            Message(phase.link, phase.name, float(phase.sent_bytes(elements)), float(phase.time_us(elements)))
-            for phase in cost.phases
-        )
-        return Spending(messages, float(cost.encode_us(elements)), float(cost.decode_us(elements)))
+        return spend_on(problem.wire_cost(self.dtype, bucket.transport), problem.elements(bucket))
 
     def spec(self, problem: Problem, bucket: Bucket) -> CompressorSpec:
         links = "inter" if bucket.transport.hierarchical else None
@@ -160,3 +155,12 @@ class Wire(CodecModel):
     def summary(cls, buckets: Sequence[PlanBucket]) -> str:
         dtypes = dict.fromkeys(str(bucket.compressor.dtype) for bucket in buckets)
         return f"{len(buckets)} of them in {', '.join(dtypes)}"
+
+
+def spend_on(cost: WireCost, elements: int) -> Spending:
+    """Return what a bucket of this number of elements asks of networks and compute at these costs."""
+    messages = tuple(
+        Message(phase.link, phase.name, float(phase.sent_bytes(elements)), float(phase.time_us(elements)))
+        for phase in cost.phases
+    )
+    return Spending(messages, float(cost.encode_us(elements)), float(cost.decode_us(elements)))

@@ -1,8 +1,8 @@
 """Outer steps: local steps of every worker, and rounds of fragments in between, simulated over a whole period.
 
-A step is forward, backward and update, without communication. Behind the step at which a fragment is due its buckets
-are encoded, if they are compressed, and sent one after the other; `delay_steps` later the worker waits for them, and
-decodes them. A dense bucket costs an all-reduce: weights are scattered to their owners, and anchors gathered.
+A step is forward, backward and update; nodes as workers average gradients over their ranks. Behind the step at which a
+fragment is due its buckets are encoded, if they are compressed, and sent one after the other; `delay_steps` later the
+worker waits for them, and decodes them. Weights of a dense bucket are scattered to their owners, and anchors gathered.
 Sources: DiLoCo (Douillard et al., arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512).
 
 Approximated: copying weights into messages, the outer step and mixing take no time; messages slow computation, and are
@@ -22,10 +22,11 @@ from planner.ir import Mode, Schedule
 from planner.model.codecs import codec_of
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, Op, Ops, Run, run
+from planner.model.outer_load import NODE, RANK, Worker, average_us, costs_of_nodes, local_us, round_of
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
-from planner.model.spending import slowdowns, spending
-from runtime.plan import Accuracy, OuterSpec, Plan, combinations
+from planner.model.spending import slowdowns
+from runtime.plan import Accuracy, OuterSpec, Plan, PlanWorld, combinations
 from runtime.plan.interfaces import OUTER
 from runtime.plan.timeline import Timeline
 
@@ -53,24 +54,29 @@ class OuterSteps(Mode):
     """Number of buckets of each fragment; empty: one of all."""
     late: int = 0
     """Steps from a round's launch to its end (`delay_steps`)."""
+    worker: Worker = RANK
+    """Unit that trains alone: a rank, or a node where it has several ranks."""
 
     def __str__(self) -> str:
         cuts = f" fragments={','.join(map(str, self.fragments))}" if self.fragments else ""
-        return f"outer every={self.every}{cuts}" + (f" delay={self.late}" if self.late else "")
+        late = f" delay={self.late}" if self.late else ""
+        return f"outer every={self.every}{cuts}{late}" + (f" worker={self.worker}" if self.worker != RANK else "")
 
     @classmethod
     def parse(cls, line: str) -> Mode | None:
         number = "[1-9][0-9]{0,8}"
         match = re.fullmatch(
-            rf"outer every=({number})(?: fragments=({number}(?:,{number})*))?(?: delay=({number}))?", line
+            rf"outer every=({number})(?: fragments=({number}(?:,{number})*))?(?: delay=({number}))?(?: worker=(node))?",
+            line,
         )
         if match is None:
             return None
-        return cls(int(match[1]), tuple(map(int, (match[2] or "").split(","))) if match[2] else (), int(match[3] or 0))
+        cuts = tuple(map(int, match[2].split(","))) if match[2] else ()
+        return cls(int(match[1]), cuts, int(match[3] or 0), NODE if match[4] else RANK)
 
     def fitted(self, buckets: int) -> Mode:
         """Return the mode with one fragment where the buckets are no longer those that were cut."""
-        return self if sum(self.fragments) == buckets or not self.fragments else OuterSteps(self.every, (), self.late)
+        return self if sum(self.fragments) == buckets or not self.fragments else replace(self, fragments=())
 
 
 def mode_of(schedule: Schedule) -> OuterSteps:
@@ -104,14 +110,20 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def compute_us(problem: Problem) -> float:
-    """Return the length of a step without communication."""
+    """Return the length of a step without any communication."""
     return problem.compute_end_us + problem.update_us
+
+
+def alone_us(problem: Problem, schedule: Schedule) -> float:
+    """Return the length of a step without communication between workers."""
+    return local_us(problem, mode_of(schedule).worker, schedule.buckets)
 
 
 def ops_of(problem: Problem, schedule: Schedule, periods: int) -> Ops:
     """Return the ops of some periods; in `Op.step` steps count from 0."""
     mode, fragments = mode_of(schedule), fragments_of(schedule)
-    spent = [spending(problem, bucket) for bucket in schedule.buckets]
+    spent = [round_of(problem, mode.worker, bucket) for bucket in schedule.buckets]
+    averaged_us = alone_us(problem, schedule) - compute_us(problem)
     factors = slowdowns(problem, schedule.buckets, spent)
     first = [due(mode, index, len(fragments)) for index in range(len(fragments))]
     launched: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -124,7 +136,8 @@ def ops_of(problem: Problem, schedule: Schedule, periods: int) -> Ops:
 
     for step in range(1, periods * mode.every + 1):
         for kind, time_us in (
-            ("forward", problem.forward_us), ("backward", problem.backward_us), ("update", problem.update_us)
+            ("forward", problem.forward_us), ("backward", problem.backward_us + averaged_us),
+            ("update", problem.update_us),
         ):  # fmt: skip
             ops.add(Op(COMPUTE, time_us, kind=kind, step=step - 1))
         for index, buckets in enumerate(fragments):
@@ -166,7 +179,7 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
     mode, count = mode_of(schedule), len(fragments_of(schedule))
     fewest = min(mode.every, count * (mode.late + 1))
     _, begin_us, end_us = _period(problem, replace(schedule, mode=replace(mode, every=fewest)))
-    return (end_us - begin_us + (mode.every - fewest) * compute_us(problem)) / mode.every
+    return (end_us - begin_us + (mode.every - fewest) * alone_us(problem, schedule)) / mode.every
 
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
@@ -216,33 +229,39 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    total: dict[str, float] = {}
+    """Return bytes of rounds, and of gradients that are averaged inside of nodes, in a mean step."""
+    total, mode = dict[str, float](), mode_of(schedule)
     for bucket in schedule.buckets:
-        for message in spending(problem, bucket).messages:
-            per_step = message.sent_bytes / mode_of(schedule).every
-            total[message.resource] = total.get(message.resource, 0.0) + per_step
+        for message in round_of(problem, mode.worker, bucket).messages:
+            total[message.resource] = total.get(message.resource, 0.0) + message.sent_bytes / mode.every
+    if costs_of_nodes(problem, mode.worker) is not None:
+        total["intra"] = 2.0 * float(problem.size_bytes.sum())
     return total
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    inside = ["averages inside of nodes free"] if problem.cost.cluster.ranks_per_node > 1 else []
-    return ["outer step and mixing free; rounds cost as all-reduces", *inside], False
+    return ["outer step and mixing free; rounds cost as all-reduces, or between nodes as both halves of one"], False
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Return `outer`, with the published outer optimizer, and the interface that scripts have to know of."""
+    """Return `outer`, with the published outer optimizer, and the interface that scripts have to know of. Without the
+    number of nodes in `world`, ranks are the workers wherever they are.
+    """
     mode, gradients = mode_of(schedule), problem.profile.compute.gradients
     fragments = tuple(
         tuple(gradients[index].name for bucket in buckets for index in schedule.buckets[bucket].gradients)
         for buckets in fragments_of(schedule)
     )
-    return {
+    fields: dict[str, Any] = {
         "interface": (OUTER,),
         "outer": OuterSpec(
             every=mode.every, fragments=fragments, delay_steps=mode.late, mix=MIX if mode.late else 0.0,
             warmup_steps=WARMUP_STEPS,
         ),
     }  # fmt: skip
+    if costs_of_nodes(problem, mode.worker) is None and problem.cost.cluster.ranks_per_node > 1:
+        fields["world"] = PlanWorld(ranks=problem.ranks, torch=problem.profile.world.torch)
+    return fields
 
 
 def describe(plan: Plan) -> PlanWords | None:
@@ -253,10 +272,12 @@ def describe(plan: Plan) -> PlanWords | None:
     parts, rule = pluralize(len(spec.fragments or ((),)), "fragment"), spec.optimizer
     late = f"{pluralize(spec.delay_steps, 'step')} later" if spec.delay_steps else "at once"
     short = f"outer H = {spec.every}"
+    nodes = plan.world.nodes or plan.world.ranks
+    whose = f" between {nodes} nodes" if nodes < plan.world.ranks else ""
     return PlanWords(
         short=short,
-        line=f"{short}: {parts}, each averaged after every {pluralize(spec.every, 'local step')} and taken {late}; "
-        f"outer {rule.name} with lr {rule.lr:g} and momentum {rule.momentum:g}; "
+        line=f"{short}: {parts}, each averaged after every {pluralize(spec.every, 'local step')}{whose} and taken "
+        f"{late}; outer {rule.name} with lr {rule.lr:g} and momentum {rule.momentum:g}; "
         f"{pluralize(spec.warmup_steps, 'synchronous step')} first",
         paragraph=f"With outer steps: workers train alone, and after every {spec.every} steps the mean of their "
         f"weights moves the weights that they share. The time is the mean step of a period, which the time line shows.",
@@ -264,16 +285,23 @@ def describe(plan: Plan) -> PlanWords | None:
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Return of each bucket its fragment, when it is sent, and how much of its round no local step hides."""
+    """Return of each bucket its fragment, when it is sent, and how much of its round no local step hides; of nodes as
+    workers also how long its average inside of them takes in each step.
+    """
     mode, fragments, reasons = mode_of(schedule), fragments_of(schedule), []
+    inside = costs_of_nodes(problem, mode.worker) is not None
+    step_alone_us = alone_us(problem, schedule)
     for index, buckets in enumerate(fragments):
-        for bucket in buckets:
-            time_us = sum(message.time_us for message in spending(problem, schedule.buckets[bucket]).messages)
-            hidden_us = min(time_us, mode.late * compute_us(problem))
+        for bucket in (schedule.buckets[number] for number in buckets):
+            time_us = sum(message.time_us for message in round_of(problem, mode.worker, bucket).messages)
+            hidden_us = min(time_us, mode.late * step_alone_us)
             step = due(mode, index, len(fragments))
-            what = codec_of(schedule.buckets[bucket]).content_text(schedule.buckets[bucket])
-            reasons.append(
-                f"fragment {index}, {what}, sent behind step {step} of {mode.every}: {ms(time_us)}, of which "
-                f"{ms(hidden_us)} during {pluralize(mode.late, 'step')}"
+            reason = (
+                f"fragment {index}, {codec_of(bucket).content_text(bucket)}, sent behind step {step} of {mode.every}: "
+                f"{ms(time_us)}, of which {ms(hidden_us)} during {pluralize(mode.late, 'step')}"
             )
+            if inside:
+                [node_us] = problem.bucket_cost_us([bucket.gradients], lambda sizes: average_us(problem, sizes))
+                reason += f"; averaged inside nodes in every step: {ms(node_us)}"
+            reasons.append(reason)
     return reasons

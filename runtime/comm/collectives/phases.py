@@ -93,6 +93,25 @@ def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
     yield all_gather(whole, part, group)
 
 
+def by_owners(
+    rows: Tensor, received: Tensor, own: Callable[[], Tensor], whole: Tensor, group: dist.ProcessGroup,
+    peers: Sequence[int] | None = None,
+) -> Works:  # fmt: skip
+    """Send each owner its row, and gather what owners make of those that they receive.
+
+    Args:
+        rows: one for each rank, of one length.
+        received: becomes the rows for this rank, of all ranks or of `peers`, in their order.
+        own: returns what this owner makes of them. 1-D.
+        whole: becomes what all owners have made, one after the other. 1-D; may be the memory of `rows`.
+        group: the ranks.
+        peers: ranks that exchange rows, this one among them, where others send the rest. None: all.
+    """
+    sent = rows if peers is None or len(peers) == len(rows) else rows[list(peers)]
+    yield from all_to_all(received.view(-1), sent.view(-1), group, peers)
+    yield from gather(whole, own(), group)
+
+
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
     """Fill `out`, which is none of them, with the sum of the rows of its shape, in their order and in its dtype."""
     first = 2 if len(rows) > 1 and rows[0].dtype == out.dtype else 1

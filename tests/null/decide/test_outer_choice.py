@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from builders import cluster_document, make, profile_document
+from builders import cluster_document, make, profile_document, two_nodes
 
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
@@ -17,6 +17,7 @@ from planner.ir import GAIN, Dense
 from planner.model.codecs import Wire
 from planner.model.modes import outer_steps, simulate_schedule, step_us
 from planner.model.modes.outer_steps import OuterSteps
+from planner.model.outer_load import NODE
 from planner.model.problem import Problem
 from planner.passes.outer import Outer
 from planner.strategies import diloco
@@ -96,6 +97,69 @@ def test_h_is_the_smallest_that_hides_messages() -> None:
     assert plan.interfaces == ("outer",)
 
 
+def on_nodes(fast: float, slow: float = BETA) -> dict[str, Any]:
+    """The profile on two nodes of two ranks."""
+    profile: dict[str, Any] = profile_document(ROWS, forward_us=100.0, update_us=40.0)
+    return profile | {"cluster": two_nodes(slow, fast, alpha_us=2.0)}
+
+
+def test_nodes_as_workers_average_inside_in_every_step_and_send_rounds_between_them() -> None:
+    made = on_nodes(1e-4)
+    step = make(made, made["cluster"])
+    schedule, costs = make_schedule(step, "diloco:8"), step.node_costs
+    assert costs is not None
+    assert len(schedule.buckets) > 1
+    end_us = round_us = 0.0
+    for bucket in schedule.buckets:
+        size_bytes = 1_600_000.0 * len(bucket.gradients)
+        inside_us = costs.scatter.time_us(size_bytes) + costs.gather.time_us(size_bytes)
+        end_us = max(end_us, step.ready_list_us[bucket.gradients[-1]]) + inside_us
+        round_us += costs.push.time_us(size_bytes) + step.all_gather.curve.at(size_bytes)
+    local_us = max(end_us, COMPUTE_US - 40.0) + 40.0
+    assert local_us > COMPUTE_US
+    assert step_us(step, schedule) == pytest.approx(local_us + round_us / 8)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "why"),
+    [
+        (two_nodes(BETA, 1e-6, alpha_us=2.0), 2, "workers are the 2 nodes: with nodes"),
+        (two_nodes(BETA, BETA, alpha_us=2.0), None, "workers are the 4 ranks: with nodes"),
+        (cluster_document((ALPHA_US, BETA), nodes=2, ranks_per_node=2), None, "inter-node links are not known"),
+        (cluster_document((ALPHA_US, BETA), nodes=1, ranks_per_node=4), None, "all share one node"),
+    ],
+)
+def test_ranks_are_workers_only_where_that_saves_enough(cluster: dict[str, Any], nodes: int | None, why: str) -> None:
+    document = on_nodes(1.0) | {"cluster": cluster}
+    plan, again = (
+        optimize(Profile.parse(document, "p"), accuracy="relaxed", allow="outer", compress="wire") for _ in range(2)
+    )
+    assert plan.outer is not None
+    assert plan.world.nodes == nodes
+    assert plan.fallback is not None
+    assert plan.fallback.world.nodes == cluster["nodes"]
+    assert any(why in note for note in plan.notes)
+    assert plan.to_document() == again.to_document()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fragments_between_nodes_hide_as_much_as_any(seed: int) -> None:
+    chance = random.Random(seed)
+    rows = [(chance.choice((1000, 50_000, 400_000)), chance.choice((10.0, 60.0, 120.0))) for _ in range(4)]
+    cluster = two_nodes(chance.choice((5e-4, 2e-3)), chance.choice((1e-5, 2e-4)), alpha_us=chance.choice((2.0, 60.0)))
+    step, every = make(profile_document(rows, forward_us=100.0, update_us=40.0), cluster), chance.choice((2, 8))
+    shortest_us = min(
+        step_us(step, diloco.schedule_of((*cuts, 4), every, late, Dense(), NODE, inside))
+        for late in diloco.DELAYS
+        if late < every
+        for count in range(min(every, 4))
+        for cuts in itertools.combinations(range(1, 4), count)
+        for inside in ((), *diloco.cuts_inside(step, NODE))
+    )
+    found_us = step_us(step, make_schedule(step, f"outer:{every}"))
+    assert shortest_us * (1.0 - 1e-9) <= found_us <= shortest_us * (1.0 + diloco.NEAR_SHORTEST)
+
+
 def test_without_being_allowed_there_are_none() -> None:
     assert optimize(Profile.parse(document(), "p"), accuracy="relaxed", compress="none").outer is None
     exact = optimize(Profile.parse(document(), "p"), allow="outer")
@@ -146,7 +210,10 @@ def test_the_largest_period_is_checked() -> None:
         optimize(Profile.parse(document(), "p"), accuracy="relaxed", max_period=8)
 
 
-@pytest.mark.parametrize("line", ["outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2"])
+@pytest.mark.parametrize(
+    "line",
+    ["outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2", "outer every=4 delay=2 worker=node"],
+)
 def test_text_form(line: str) -> None:
     assert str(OuterSteps.parse(line)) == line
 

@@ -1,0 +1,108 @@
+"""Work of outer steps on compute and network: local steps of a worker, and the round of each bucket between workers.
+
+Ranks as workers send nothing in local steps, and a dense round costs an all-reduce. Nodes as workers average gradients
+over their ranks in every step, each bucket by a reduce-scatter and an all-gather on intra-node links. In a round each
+rank sends its part of the node's message to the owners of that part, and all ranks gather what owners send back.
+
+Approximated: rounds and averages inside of nodes do not slow each other; an owner decodes as many bytes as between
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.halves import ALL_GATHER, NodeCosts
+from planner.cost.phases import Phase
+from planner.cost.wire import WireCost, wire_cost
+from planner.ir import Bucket, Codec, Places
+from planner.model.codecs import Message, Spending, Wire
+from planner.model.codecs.codec import prefix_sums
+from planner.model.codecs.wire_dtypes import spend_on
+from planner.model.problem import Problem, memoised
+from planner.model.spending import spending
+from planner.model.step import Exchange, exchange_step_us
+from runtime.plan.transports import TWO_SHOT
+
+Worker = Literal["node", "rank"]
+NODE: Worker = "node"
+RANK: Worker = "rank"
+
+
+def possible_workers(problem: Problem) -> tuple[Worker, ...]:
+    """Return what may be a worker, that of the fewest workers first: nodes only where there are several, of several
+    ranks, and the costs of intra-node and inter-node links are known.
+    """
+    return (RANK,) if problem.node_costs is None else (NODE, RANK)
+
+
+def costs_of_nodes(problem: Problem, worker: Worker) -> NodeCosts | None:
+    """Return the costs of nodes that are workers; None where ranks are, as on nodes of one rank."""
+    return problem.node_costs if worker == NODE else None
+
+
+def average_us(problem: Problem, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the time of averaging messages of these bytes over the ranks of a node, elementwise."""
+    costs = problem.node_costs
+    assert costs is not None
+    return costs.scatter.times_us(sizes) + costs.gather.times_us(sizes)
+
+
+def local_us(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> float:
+    """Return the length of a local step with these buckets: without communication between workers."""
+    if costs_of_nodes(problem, worker) is None:
+        return problem.compute_end_us + problem.update_us
+    members = [bucket.gradients for bucket in buckets]
+    costs_us = problem.bucket_cost_us(members, lambda sizes: average_us(problem, sizes))
+    return exchange_step_us(problem, buckets, Exchange(["all_reduce"] * len(members), costs_us, problem.update_us))
+
+
+def round_of(problem: Problem, worker: Worker, bucket: Bucket) -> Spending:
+    """Return what the round of a bucket asks of the network and of compute."""
+    if costs_of_nodes(problem, worker) is None:
+        return spending(problem, bucket)
+    if isinstance(bucket.codec, Wire):
+        return spend_on(_wire(problem, worker, bucket.codec.dtype), problem.elements(bucket))
+    if not bucket.whole:
+        return spending(problem, bucket)
+    size_bytes = float(problem.size_bytes[list(bucket.gradients)].sum())
+    phases = _phases(problem, worker)
+    times_us = [problem.bucket_cost_us([bucket.gradients], phase.times_us)[0] for phase in phases]
+    return Spending(
+        tuple(
+            Message("network", phase.name, phase.share * size_bytes, time_us)
+            for phase, time_us in zip(phases, times_us, strict=True)
+        )
+    )
+
+
+def round_us(problem: Problem, worker: Worker, codec: Codec, starts: Places, stops: Places) -> NDArray[np.float64]:
+    """Return the time on the network of rounds of the gradients [start, stop), a bucket each."""
+    if isinstance(codec, Wire):
+        [phase] = _wire(problem, worker, codec.dtype).phases
+        (before,) = prefix_sums(problem.numel)
+        return phase.time_us(before[stops] - before[starts])
+    total_us = np.zeros(())
+    for phase_of_round in _phases(problem, worker):
+        total_us = total_us + problem.range_time_us(phase_of_round.times_us, starts, stops)
+    return total_us
+
+
+def _phases(problem: Problem, worker: Worker) -> tuple[Phase, ...]:
+    """Return the messages of a dense round."""
+    if (costs := costs_of_nodes(problem, worker)) is None:
+        return (Phase(name="all_reduce", link="inter", curve=problem.cost.all_reduce),)
+    return costs.push, Phase(name=ALL_GATHER, link="inter", curve=problem.all_gather.curve)
+
+
+@memoised
+def _wire(problem: Problem, worker: Worker, dtype: str) -> WireCost:
+    """Return the costs of rounds in a narrow dtype."""
+    if costs_of_nodes(problem, worker) is None:
+        return problem.wire_cost(dtype, TWO_SHOT)
+    curves = tuple(phase.curve.of_share(phase.share) for phase in _phases(problem, worker))
+    return wire_cost(problem.cost.cluster, dtype, curves, problem.ranks)
