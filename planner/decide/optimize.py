@@ -168,7 +168,7 @@ def _with_shares(request: Request, plan: Plan) -> Plan:
     assert plan.predicted is not None
     assert equal.predicted is not None
     note = shares.note(plan.predicted.iteration_us, equal.predicted.iteration_us)
-    return replace(plan, shares=shares.shares, largest_share=shares.largest, notes=(*plan.notes, note))
+    return replace(plan, shares=shares.shares, largest_shares=shares.largest_shares, notes=(*plan.notes, note))
 
 
 def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | None]:
