@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,8 @@ class ShareChoice:
     """Profile of the rank that computes for longest."""
     cluster: Cluster
     """The cluster, without speeds: they are in the profile."""
-    largest: tuple[int, ...] | None
-    """Largest share that each rank has memory for; None: not known."""
+    largest: dict[str, int] | None
+    """Largest share that each rank has memory for, as plan.json has them; None: not known."""
     equal: Profile
     """Profile of the slowest rank with an equal share."""
 
@@ -73,15 +74,10 @@ class ShareChoice:
         """Shares as plan.json has them."""
         return _by_rank(self.batch.shares)
 
-    @property
-    def largest_shares(self) -> dict[str, int] | None:
-        """Largest shares as plan.json has them."""
-        return None if self.largest is None else _by_rank(self.largest)
-
     def note(self, shared_us: float, equal_us: float) -> str:
         """Return what the shares gain, in words; the arguments are predicted steps, in microseconds."""
         shares = self.batch.shares
-        held = self.largest is None or len(shares) * min(self.largest) >= sum(shares)
+        held = self.largest is None or len(shares) * min(self.largest.values()) >= sum(shares)
         return (
             f"shares of {min(shares)} to {max(shares)} of {sum(shares)} samples: the slowest rank computes for "
             f"{ms(self.batch.slowest_us)}, and no shares make that less than {ms(self.batch.bound_us)}; a step "
@@ -91,7 +87,7 @@ class ShareChoice:
         )
 
 
-def _by_rank(shares: tuple[int, ...]) -> dict[str, int]:
+def _by_rank(shares: Sequence[int]) -> dict[str, int]:
     return {str(rank): share for rank, share in enumerate(shares)}
 
 
@@ -141,14 +137,15 @@ def choose_shares(profile: Profile, cluster: Cluster, total: int, memory_mib: fl
     shares, equal = np.array(found.shares), total / cluster.ranks / measured
     last, slowest = int(times.step_us(shares / measured).argmax()), int(times.step_us(equal).argmax())
     # Times are of the rank that ends last, and memory of the one that has least left.
-    kept, limit_mib = float(shares.max() / measured), None
+    limit_mib: tuple[float, ...] | None = None
+    kept = float(shares.max() / measured)
     if memory is not None:
         rank = memory.tightest(shares)
         limit_mib = (float(memory.limit[rank]) / 2**20,)
         kept = float(shares[rank] * memory.sample[rank] / memory.batch) if memory.batch else kept
     return ShareChoice(
         batch=found,
-        largest=None if memory is None else tuple(most.tolist()),
+        largest=None if memory is None else _by_rank(most.tolist()),
         profile=_of_batch(on_rank(profile, cluster, last, float(shares[last] / measured)), kept),
         cluster=replace(cluster, speed=None, memory_mib=limit_mib),
         equal=_of_batch(on_rank(profile, cluster, slowest, equal), equal),

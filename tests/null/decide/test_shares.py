@@ -155,7 +155,7 @@ def test_each_rank_has_a_memory_of_its_own() -> None:
     )
     known = replace(known, compute=replace(known.compute, by_rank=ranks))
     choice = choose_shares(known, cluster(), 60)
-    assert (choice.batch.shares, choice.largest) == ((25, 10, 10, 15), (25, 10, 10, 20))
+    assert (choice.batch.shares, choice.largest) == ((25, 10, 10, 15), {"0": 25, "1": 10, "2": 10, "3": 20})
     problem = make_problem(choice.profile, choice.cluster)
     assert (replicated_bytes(problem) or 0) <= (problem.profile.world.memory_bytes or 0)
 
