@@ -10,7 +10,7 @@ from typing import Any
 from planner.comparison.learned import Learned
 from planner.comparison.report import AnyRow, Comparison, arrival_listings, failures
 from planner.comparison.variants import DDP_AGAIN
-from planner.report.arrivals import arrival_section
+from planner.report.who_waits import arrival_section
 from planner.report.figures import LEGEND_BELOW, curve
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing

@@ -14,7 +14,7 @@ from planner.documents.text import (
     sanitize,
 )
 from planner.model.modes import describe
-from planner.report.arrivals import arrival_section, arrival_tables
+from planner.report.who_waits import arrival_section, arrival_tables
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing

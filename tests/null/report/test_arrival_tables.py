@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from planner.report.arrivals import MAX_RANKS, arrival_section, arrival_tables
+from planner.report.who_waits import MAX_RANKS, arrival_section, arrival_tables
 from runtime.plan.last_ranks import COMPUTE, rank_arrivals
 
 RANKS = 40
