@@ -104,7 +104,7 @@ def on_accelerator(profile: Profile, cluster: Cluster) -> Profile:
     moved, stated_mib = _moved(profile, cluster), cluster.memory_mib
     if stated_mib is None:
         return moved
-    # Its name alone says then which accelerator it is: variants are otherwise told apart by their memory.
+    # Its name alone identifies the accelerator then: variants are otherwise distinguished by their memory.
     name = _measured_on(moved) or moved.world.accelerator
     return replace(moved, world=replace(moved.world, accelerator=name, memory_bytes=int(min(stated_mib) * 2**20)))
 
