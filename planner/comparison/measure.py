@@ -91,7 +91,7 @@ class Record(Generic[V]):
     alone_us: float | None = None
     """Time of all its messages without a backward."""
     figures: list[float] = field(default_factory=list)
-    """Medians over the measured steps of a plan whose ranks wait for each other, as `rank_arrivals` takes them; empty of
+    """Medians over measured steps of a plan whose ranks wait for each other, as `rank_arrivals` takes them; empty of
     what else is compared."""
     failure: str | None = None
     """Reason why it could not be measured."""

@@ -10,10 +10,10 @@ from typing import Any
 from planner.comparison.learned import Learned
 from planner.comparison.report import AnyRow, Comparison, arrival_listings, failures
 from planner.comparison.variants import DDP_AGAIN
-from planner.report.who_waits import arrival_section
 from planner.report.figures import LEGEND_BELOW, curve
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing
+from planner.report.who_waits import arrival_section
 
 ROW_PX, AROUND_PX = 40, 110
 LABEL_CHARACTER_PX = 7

@@ -21,8 +21,8 @@ from planner.comparison.statistics import (
 )
 from planner.comparison.variants import BEST_DDP, DDP, EQUAL_SHARES, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
-from planner.report.who_waits import arrival_tables
 from planner.report.listing import Listing, make_console, print_tables
+from planner.report.who_waits import arrival_tables
 from runtime.monitor.verdict import cause_of_error
 from runtime.plan.last_ranks import MessageArrival, RankArrival, rank_arrivals
 

@@ -14,7 +14,6 @@ from planner.documents.text import (
     sanitize,
 )
 from planner.model.modes import describe
-from planner.report.who_waits import arrival_section, arrival_tables
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing
@@ -27,6 +26,7 @@ from planner.report.tables import (
     uncertainty_line,
 )
 from planner.report.tracks import MEASURED, Track, plan_tracks
+from planner.report.who_waits import arrival_section, arrival_tables
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.executed import cost_line
 from runtime.plan.measured import MeasuredStep

@@ -479,7 +479,7 @@ def profile_lines(profile: Profile) -> list[str]:
     if times_us and min(times_us) < max(times_us):  # those that differ by little are equal
         slow, fast = (times_us.index(of(times_us)) for of in (max, min))
         lines.append(
-            f"rank {slow} computes for {times_us[slow] / times_us[fast]:.3g} times as long as rank {fast}, which waits: "
+            f"rank {slow} computes for {max(times_us) / min(times_us):.3g} times as long as rank {fast}, which waits: "
             f"`planner optimize --global-batch N` gives ranks shares of the batch by their speed"
         )
     tracing = profile.tracing

@@ -90,7 +90,5 @@ def follow_shares(
     """
     if not (compute_us > 0.0).all():
         return shares
-    found = share_batch(
-        int(shares.sum()), np.zeros(len(shares)), compute_us / shares, np.maximum(shares, most)
-    )
+    found = share_batch(int(shares.sum()), np.zeros(len(shares)), compute_us / shares, np.maximum(shares, most))
     return np.array(found.shares) if found.slowest_us <= (1.0 - least_gain) * compute_us.max() else shares

@@ -14,8 +14,8 @@ from planner.documents.text import SENTENCE_CHARACTERS, mebibytes, milliseconds,
 from planner.emit.lower import predict
 from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.model.problem import make_problem
-from planner.report.who_waits import arrival_tables
 from planner.report.listing import Listing
+from planner.report.who_waits import arrival_tables
 from planner.traces.events import Run, Step
 from planner.traces.replayed import OFF, Replay, own_schedule, replay
 from runtime.errors import InputError

@@ -6,10 +6,10 @@ from html import escape
 from typing import Any
 
 from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize, sanitize
-from planner.report.who_waits import arrival_section
 from planner.report.figures import shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.tracks import Bar, Track
+from planner.report.who_waits import arrival_section
 from planner.traces.events import Interval, Step
 from planner.traces.explain import Explanation, arrival_listings, change_listing, lines_of, message_listing
 

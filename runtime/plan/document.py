@@ -542,10 +542,10 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
 def _shares_problem(plan: Plan, path: str) -> str | None:
     """Return what is wrong where not each rank has one share, or one is larger than its memory."""
     ranks, largest = [str(rank) for rank in range(plan.world.ranks)], plan.largest_shares
-    for field, shares in (("shares", plan.shares), ("largest_shares", largest)):
+    for name, shares in (("shares", plan.shares), ("largest_shares", largest)):
         if shares is not None and list(shares) != ranks:
             return (
-                f"{path}.{field}: found shares of {len(shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
+                f"{path}.{name}: found shares of {len(shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
                 f"order: plan again with --global-batch, or take them out"
             )
     over = next((rank for rank, share in (plan.shares or {}).items() if largest and share > largest[rank]), None)

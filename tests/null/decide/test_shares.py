@@ -90,7 +90,9 @@ def test_what_ranks_cannot_share_is_refused() -> None:
     plan = planner.optimize(profile(), cluster(), global_batch=64).to_document()
     with pytest.raises(InputError, match=r"\.shares: found shares of 1 ranks, expected one for each of 0 to 3"):
         parse_plan({**plan, "shares": {"0": 64}})
-    with pytest.raises(InputError, match=r"\.shares: found 16 for rank 0, expected at most 15, for which it has memory"):
+    with pytest.raises(
+        InputError, match=r"\.shares: found 16 for rank 0, expected at most 15, for which it has memory"
+    ):
         parse_plan({**plan, "largest_shares": dict.fromkeys("0123", 15)})
 
 
