@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from planner.documents.profile import RankCompute
 from planner.frontend.call import map_leaves
 from planner.profile.bench import Bench, Run, memory_bytes
 from planner.profile.compute import Training
-from planner.profile.units import LiveBytes
 from runtime.errors import InputError
 from runtime.local_async.job import samples_of
 from runtime.monitor.preserve import preserved
@@ -66,7 +64,7 @@ def measure_batches(
 
     with preserved(training.model, optimizers):
         halved = rows > 1 and _works(from_zero, batches[1])
-        kept = _sample_bytes(training.model, step, batches, samples * (rows - rows // 2) / rows) if halved else None
+        kept = _sample_bytes(step, batches, samples * (rows - rows // 2) / rows) if halved else None
         mine = (samples, rows, halved, memory_bytes(bench.device), kept)
         everyone: list[tuple[int, int, bool, int | None, int | None]] = bench.world.gather(mine, "comparing batches")
         if not all(count for count, *_ in everyone):
@@ -86,26 +84,30 @@ def measure_batches(
     )
 
 
-def _sample_bytes(model: nn.Module, step: BatchStep, batches: Sequence[Any], samples: float) -> int | None:
+def _sample_bytes(step: BatchStep, batches: Sequence[Any], samples: float) -> int | None:
     """Return the bytes that forward keeps for backward of one sample; None if they cannot be counted.
 
     Args:
-        model: its gradients are dropped.
         step: as of `measure_batches`.
         batches: the whole, and a part of it.
         samples: by which they differ.
     """
-    fixed = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    sizes: dict[int, int] = {}
     kept: list[int] = []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
     try:
         for batch in batches:
-            model.zero_grad(set_to_none=True)
-            with LiveBytes(fixed) as live:
-                step(batch, lambda: live.mark(0.0))
-            kept.append(live.at(0.0))
+            sizes.clear()
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                step(batch, lambda: kept.append(sum(sizes.values())))
     except (InputError, RuntimeError, TypeError):  # not every kind of tensor says where it lies
         return None
-    return max(0, round((kept[0] - kept[1]) / samples))
+    return max(0, round((kept[0] - kept[1]) / samples))  # weights and the batch itself are kept in both
 
 
 def by_samples(
