@@ -137,7 +137,6 @@ def like_one_process() -> dict[str, float]:
     results["asked"] = difference(trained(lambda model: plan_of(model, 2), asks=True), expected)
     owned = partial(sharded, owners={"last.weight": 0, "first.weight": 1})
     results["owners"] = difference(trained(owned), expected)
-    results["compiled"] = difference(trained(lambda model: plan_of(model, 2), compile="aot_eager"), expected)
     results["accumulated"] = difference(trained(lambda model: plan_of(model, 2), 3), accumulated)
     results["sharded, accumulated"] = difference(trained(sharded, 3), accumulated)
     return results
