@@ -50,7 +50,7 @@ ALLOW = (
     "Interfaces that plans may need besides DDP's, comma-separated: sharded-step, late-gather "
     "(which implies it). Without, they are drop-in."
 )
-GLOBAL_BATCH = "Samples of a step over all ranks: each gets a share by its speed."
+GLOBAL_BATCH = "Samples of a step over all ranks: each gets a share by its speed and memory."
 PICTURE = "Draw the comparison on one page."
 ACCELERATOR = "The cluster's, where it does not name it: a100, h100, ..."
 

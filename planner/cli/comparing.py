@@ -15,7 +15,14 @@ from planner.comparison.learned import Learned, summarize_learned
 from planner.comparison.learning import learn_rank
 from planner.comparison.measure import compare_rank
 from planner.comparison.picture import curves_text, picture_text
-from planner.comparison.report import Comparison, comparison_table, first_lines, last_lines, summarize
+from planner.comparison.report import (
+    Comparison,
+    arrival_listings,
+    comparison_table,
+    first_lines,
+    last_lines,
+    summarize,
+)
 from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
 from planner.comparison.variants import Rounds, make_lineup
 from planner.comparison.wrapped import compare_rank_wrapped
@@ -59,7 +66,7 @@ def compare(asked: Compare) -> None:
             comparison.measured(kept, name, asked.job).save(each)
     if not printed_json(comparison.to_document):
         echo_lines(first_lines(comparison))
-        print_tables(comparison_table(comparison))
+        print_tables(comparison_table(comparison), *arrival_listings(comparison))
         echo_lines(last_lines(comparison))
     if comparison.differences:
         raise CheckFailed("\n".join(comparison.differences))

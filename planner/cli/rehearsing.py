@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.cli.commands import Rehearse
 from planner.cli.comparing import draw, echo_lines
 from planner.cli.options import Flags, printed_json, split_names
-from planner.comparison.report import first_lines, last_lines
+from planner.comparison.report import arrival_listings, first_lines, last_lines
 from planner.decide.plan_request import check_allow
 from planner.rehearse.asked import Asked, ask_plan, ask_wrappings, find_target
 from planner.rehearse.rehearsal import rehearsal_table
@@ -23,7 +23,7 @@ def rehearse(asked: Rehearse) -> None:
     if printed_json(found.to_document):
         return
     echo_lines(first_lines(found.comparison))
-    print_tables(rehearsal_table(found))
+    print_tables(rehearsal_table(found), *arrival_listings(found.comparison))
     echo_lines([*last_lines(found.comparison), *found.notes])
 
 

@@ -21,7 +21,14 @@ from planner.model.problem import make_problem
 from planner.report.files import TRACE, check_writable
 from planner.report.listing import print_tables
 from planner.traces.events import Run
-from planner.traces.explain import Explanation, change_listing, explain_run, lines_of, message_listing
+from planner.traces.explain import (
+    Explanation,
+    arrival_listings,
+    change_listing,
+    explain_run,
+    lines_of,
+    message_listing,
+)
 from planner.traces.of_ranks import read_run
 from planner.traces.stream import Progress
 from planner.traces.to_profile import model_name, profile_of
@@ -68,7 +75,7 @@ def explain_traces(asked: Explain) -> None:
     if printed_json(explained.to_document):
         return
     _print_lines(explained, *([] if asked.html is None else [f"wrote {asked.html}"]))
-    print_tables(message_listing(explained))
+    print_tables(message_listing(explained), *arrival_listings(explained))
     for warning in explained.doubt:
         typer.echo(warning)
     if explained.changes:

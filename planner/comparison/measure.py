@@ -90,6 +90,9 @@ class Record(Generic[V]):
     """Distances of its first steps from DDP's, by round; for exact variants, without the round that DDP's is of."""
     alone_us: float | None = None
     """Time of all its messages without a backward."""
+    figures: list[float] = field(default_factory=list)
+    """Medians over measured steps of a plan whose ranks wait for each other, as `rank_arrivals` takes them; empty of
+    what else is compared."""
     failure: str | None = None
     """Reason why it could not be measured."""
     difference: float = 0.0
@@ -171,6 +174,10 @@ class VariantRunner(Runner[BucketVariant]):
         self._generators = generators()
         self._missing = self.unused = False
         self._micro_batches = (1, 1)
+        self._figures: dict[str, list[list[float]]] = {}
+        """Figures of each measured step by variant; see `Record.figures`."""
+        self._session: Session | None = None
+        """Session of the plan that communicates."""
         self._first_step = FirstStep(trainable_parameters(self.model))
         self.backward_us: list[float] = []
 
@@ -211,6 +218,8 @@ class VariantRunner(Runner[BucketVariant]):
             if record.variant.plan is not None and not record.variant.cycle and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
                     record.alone_us = self.alone(record.variant.plan, brief=record.variant.name in rounds.brief)
+            if figures := self._figures.get(record.variant.name):
+                record.figures = torch.tensor(figures, dtype=torch.float64).nanmedian(dim=0).values.tolist()
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
         backward_us = max(self.world.gather(backward_us, "the time of backward"))
         return Measured(records, backward_us, self._micro_batches)
@@ -242,10 +251,21 @@ class VariantRunner(Runner[BucketVariant]):
                         record.deviations.append(self._first_step.compare())
                     elif step == 0 and variant.plain_ddp:
                         self._first_step.take_ddp()
+                self._note_steps(variant, len(times) - warm_up_steps)
         measured = times[warm_up_steps:]
         # Steps of a delay differ from each other: their mean over whole cycles of k counts.
         record.step_us.append([statistics.fmean(measured)] * steps if variant.cycle else measured)
         record.losses.append(losses)
+
+    def _note_steps(self, variant: BucketVariant, steps: int) -> None:
+        """Keep what the session of a plan has seen of a block's last steps, which are measured."""
+        if self._session is None:
+            return
+        if (seen := self._session.report()).steps:
+            self._micro_batches = seen.micro_batches
+        if not variant.cycle:
+            figures = self._session._monitor.arrivals.figures(self._session._recorder.steps)
+            self._figures.setdefault(variant.name, []).extend(figures[-steps:])
 
     @contextmanager
     def _watched(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[None]:
@@ -303,14 +323,12 @@ class VariantRunner(Runner[BucketVariant]):
         else:
             plan = variant.plan
             assert plan is not None
-            session = self._attach(optimizer, plan, weight)
+            self._session = session = self._attach(optimizer, plan, weight)
             self.trained.no_sync = session.no_sync
             try:
                 yield self.model
-                if (seen := session.report()).steps:
-                    self._micro_batches = seen.micro_batches
             finally:
-                self.trained.no_sync = nullcontext
+                self._session, self.trained.no_sync = None, nullcontext
                 session.detach()
 
     def _attach(

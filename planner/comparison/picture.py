@@ -8,11 +8,12 @@ from html import escape
 from typing import Any
 
 from planner.comparison.learned import Learned
-from planner.comparison.report import AnyRow, Comparison, failures
+from planner.comparison.report import AnyRow, Comparison, arrival_listings, failures
 from planner.comparison.variants import DDP_AGAIN
 from planner.report.figures import LEGEND_BELOW, curve
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing
+from planner.report.who_waits import arrival_section
 
 ROW_PX, AROUND_PX = 40, 110
 LABEL_CHARACTER_PX = 7
@@ -30,11 +31,12 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
     columns, where = comparison.rows[0].COLUMNS, comparison.heading
     drawn = figure("steps", figures, "Step of each way to train", words, f"{title}, {where}, measured {measured}.")
     cells = [[row.cells().get(column, "") for column in columns] for row in comparison.rows]
+    sections = {"Measured and predicted": drawn, **arrival_section(arrival_listings(comparison))}
     body = [
         paragraphs([*cause, *told]),
         table(Listing("Ways to train, measured in interleaved blocks", columns, cells, columns[:1])),
         paragraphs(failures(comparison)),
-        f"<section>\n<h2>Measured and predicted</h2>\n{drawn}\n</section>",
+        *(f"<section>\n<h2>{heading}</h2>\n{text}\n</section>" for heading, text in sections.items()),
     ]
     sources = {
         "measured": f"{measured}: {where}, each block from the same weights, batches and random states",

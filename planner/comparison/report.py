@@ -22,7 +22,9 @@ from planner.comparison.statistics import (
 from planner.comparison.variants import BEST_DDP, DDP, EQUAL_SHARES, NO_COMMUNICATION, PLAN, Variant
 from planner.documents.text import milliseconds
 from planner.report.listing import Listing, make_console, print_tables
+from planner.report.who_waits import arrival_tables
 from runtime.monitor.verdict import cause_of_error
+from runtime.plan.last_ranks import MessageArrival, RankArrival, rank_arrivals
 
 if TYPE_CHECKING:
     from planner.comparison.measure import Measured
@@ -84,6 +86,10 @@ class Row:
     """Name of a row that this one is no better than: no bucket size is faster than DDP's default."""
     hidden_noise: float | None = None
     """Half of the 95 % interval of `hidden_share`, at most 1."""
+    arrivals: tuple[RankArrival, ...] = ()
+    """Each rank at the messages of a step; empty where they are not known, as of DDP."""
+    messages: tuple[MessageArrival, ...] = ()
+    """All ranks at each message."""
 
     @property
     def hidden_text(self) -> str:
@@ -177,7 +183,7 @@ class Comparison:
         """Return the first verdict, the cause of wrong predictions, the table, and further lines."""
         console = make_console(colors=False)
         with console.capture() as table:
-            print_tables(comparison_table(self), console=console)
+            print_tables(comparison_table(self), *arrival_listings(self), console=console)
         lines = [line.rstrip() for line in table.get().splitlines()]
         return "\n".join([*first_lines(self), *lines, *last_lines(self), *self.differences])
 
@@ -190,7 +196,7 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
     training = judge_training(measured)
     said = next((record.variant.predicted for record in first.records if record.variant.name == PLAN), None)
     rows = []
-    for record in first.records:
+    for index, record in enumerate(first.records):
         variant, seen = record.variant, values.get(record.variant.name)
         predicted_us = variant.predicted_us
         if predicted_us is not None and said is not None:  # all have the plan's forward, backward and update
@@ -203,6 +209,8 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
             hidden = hidden_share(exposed_us, record.alone_us, first.backward_us)
             could_us = max(min(record.alone_us, first.backward_us), 1e-9)
             noise = min(exposed_noise(seen, values[NO_COMMUNICATION]) / could_us, 1.0)
+        figures = [rank.records[index].figures for rank in measured]
+        arrivals, messages = rank_arrivals(figures) if all(figures) else ((), ())
         rows.append(
             Row(
                 **timing(variant, interval, predicted_us),
@@ -213,6 +221,8 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
                 buckets=variant.parts,
                 failure=record.failure,
                 same_training=training.same.get(variant.name),
+                arrivals=arrivals,
+                messages=messages,
             )
         )
     rows = _with_best_ddp(rows, values)
@@ -284,6 +294,12 @@ def comparison_table(comparison: Comparison) -> Listing:
     ordered = [row.cells() for row in sorted(comparison.rows, key=lambda row: row.place)]
     rows = [[cells.get(column, "") for column in kind.COLUMNS] for cells in ordered]
     return Listing(comparison.heading, kind.COLUMNS, rows, kind.LEFT)
+
+
+def arrival_listings(comparison: Comparison) -> list[Listing]:
+    """Return tables of who waits for whom in the plan's steps, and in those with equal shares."""
+    rows = [row for row in comparison.rows if isinstance(row, Row) and row.name in (EQUAL_SHARES, PLAN)]
+    return [one for row in rows for one in arrival_tables(row.arrivals, row.messages, row.name)]
 
 
 def first_lines(comparison: Comparison) -> list[str]:

@@ -95,7 +95,7 @@ def optimize(
             rounds of a fragment; default: 64.
         max_memory_mib: memory of a rank for weights, gradients, the optimizer's state and activations; where that is
             too little, the optimizer's step is sharded if that is allowed; if not, notes report whether it would help.
-            Default: what the profile has, if anything.
+            Default: what cluster or profile have, if anything; shares then heed the memory of each rank.
         global_batch: samples of a step over all ranks: each rank gets a share of them by its speed (`speed` of
             cluster.json) and memory, so that the slowest one computes for as short as possible.
 
@@ -168,7 +168,7 @@ def _with_shares(request: Request, plan: Plan) -> Plan:
     assert plan.predicted is not None
     assert equal.predicted is not None
     note = shares.note(plan.predicted.iteration_us, equal.predicted.iteration_us)
-    return replace(plan, shares=shares.shares, largest_share=shares.largest, notes=(*plan.notes, note))
+    return replace(plan, shares=shares.shares, largest_shares=shares.largest, notes=(*plan.notes, note))
 
 
 def _exact_candidates(request: Request) -> tuple[Candidate, Schedule, Solved | None]:

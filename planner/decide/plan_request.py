@@ -125,7 +125,7 @@ class Request:
         if cluster is None:
             make_problem(profile, where=self.where)  # raises: there is none
             return None
-        return choose_shares(profile, cluster, self.global_batch, self.max_memory_mib)
+        return choose_shares(profile, cluster, self.global_batch, check_memory(self.max_memory_mib))
 
     @property
     def where(self) -> str:

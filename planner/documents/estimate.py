@@ -98,7 +98,18 @@ def check_accelerators(profile: Profile, cluster: Cluster) -> None:
 
 
 def on_accelerator(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile with its times, and its memory, on the cluster's accelerators where both are known."""
+    """Return the profile with its times and memory on the cluster's accelerators, where both are known. Memory that
+    the cluster states is that of the rank with the least.
+    """
+    moved, stated_mib = _moved(profile, cluster), cluster.memory_mib
+    if stated_mib is None:
+        return moved
+    # Its name alone identifies the accelerator then: variants are otherwise distinguished by their memory.
+    name = _measured_on(moved) or moved.world.accelerator
+    return replace(moved, world=replace(moved.world, accelerator=name, memory_bytes=int(min(stated_mib) * 2**20)))
+
+
+def _moved(profile: Profile, cluster: Cluster) -> Profile:
     estimate, new = profile.compute.estimate, cluster.computes_on
     old = _measured_on(profile) if estimate is None else estimate.gpu
     if old is None or new is None or old == new:
@@ -107,6 +118,8 @@ def on_accelerator(profile: Profile, cluster: Cluster) -> Profile:
     moved = scale_profile(profile, ratio, 1.0 / memory_ratio(old, new), ratio)  # operators are products of matrices
     world = replace(profile.world, accelerator=new, memory_bytes=int(ACCELERATORS[new].memory_bytes))
     compute = moved.compute if estimate is None else replace(moved.compute, estimate=replace(estimate, gpu=new))
+    if compute.by_rank is not None:  # of which each has the memory of what it was measured on
+        compute = replace(compute, by_rank=tuple(replace(rank, memory_bytes=None) for rank in compute.by_rank))
     return replace(moved, compute=compute, world=world)
 
 

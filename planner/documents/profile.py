@@ -52,6 +52,7 @@ CURE = "correct it, or measure again with `planner profile`"
 Rate = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Speed = Annotated[float, Field(ge=1e-3, le=1e3)]
+Memory = Annotated[float, Field(gt=0.0, le=1e12)]
 Factor = Annotated[float, Field(ge=1.0, le=1e6)]
 Emulated = Literal["namespaces"]
 Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
@@ -211,13 +212,17 @@ class ComputeEstimate(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RankCompute(Record):
-    """Compute times of one rank by the number of its samples, measured on all ranks at once with two batch sizes."""
+    """Compute times and memory of one rank by its samples, measured on all ranks at once with two batch sizes."""
 
     fixed_us: TimeUs
     """Part of forward and backward that does not grow with the samples; 0 if one size alone could be timed."""
     sample_us: Annotated[float, Field(gt=0.0, le=1e12)]
     """Forward and backward of one sample more."""
     update_us: TimeUs
+    memory_bytes: PositiveCount | None = None
+    """Memory of its accelerator; absent: not known."""
+    sample_bytes: Count | None = None
+    """Memory that forward keeps for backward of one sample more; absent: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +449,8 @@ class Cluster(Document):
     """Accelerator of each rank; by default the one that `nccl` names, else not known. Both have to be of one kind."""
     speed: Annotated[tuple[Speed, ...], Field(min_length=1)] | None = None
     """Speed of each rank, or of the ranks of each node, over that of the profile; absent: all are as fast."""
+    memory_mib: Annotated[tuple[Memory, ...], Field(min_length=1)] | None = None
+    """Memory of each rank, or of the ranks of each node; absent: as profiled, or that of the accelerator."""
     intra: Link | None = None
     inter: Link | None = None
     collectives: dict[str, Line] | None = None
@@ -490,7 +497,14 @@ class Cluster(Document):
     @property
     def speeds(self) -> tuple[float, ...]:
         """Return the speed of each rank over that of the profile."""
-        given = self.speed or (1.0,)
+        return self.of_ranks(self.speed or (1.0,))
+
+    def of_ranks(self, given: Sequence[float]) -> tuple[float, ...]:
+        """Return the number of each rank.
+
+        Args:
+            given: numbers by rank or by node, or one for all.
+        """
         repeat = self.ranks // len(given)
         return tuple(one for one in given for _ in range(repeat))
 
@@ -521,11 +535,12 @@ class Cluster(Document):
         Args:
             path: JSON path of the cluster, which the message begins with.
         """
-        if self.speed is not None and len(self.speed) not in (self.nodes, self.ranks):
-            return (
-                f"{path}.speed: found {len(self.speed)} numbers, expected one for each of {self.ranks} ranks, or for "
-                f"each of {self.nodes} nodes"
-            )
+        for field, given in (("speed", self.speed), ("memory_mib", self.memory_mib)):
+            if given is not None and len(given) not in (self.nodes, self.ranks):
+                return (
+                    f"{path}.{field}: found {len(given)} numbers, expected one for each of {self.ranks} ranks, or for "
+                    f"each of {self.nodes} nodes"
+                )
         if self.nccl is None:
             missing = f'{path}.nccl: missing with "library": "nccl"; describe the machines, or take library out'
             return None if self.library is None else missing

@@ -104,23 +104,26 @@ def profile_rank(
 def with_batches(
     built: BuiltJob, batch: Any, found: Profile, progress: Progress, timeout_s: float | None = None
 ) -> Profile:
-    """Return the profile with the samples of its step and the times of each rank by them, the same on all ranks."""
+    """Return the profile with the samples of its step, and times and memory of each rank by them, the same on all."""
     compute = found.compute
     if timeout_s is None:
         timeout_s = deadline_s(compute.step_us, compute.size_bytes)
     if this_rank() == 0:
         LOGGER.info("profile: steps of a whole and of half a batch, on each rank: some seconds")
 
-    def step(of: Any) -> None:
-        built.backward(built.loss(built.model, of))
+    def step(of: Any, loss_ready: Callable[[], None]) -> None:
+        loss = built.loss(built.model, of)
+        loss_ready()
+        built.backward(loss)
 
     with joined(None, timeout_s) as world:
         bench = Bench(world, built.device, progress)
-        training = Training(built.model, lambda _: step(batch), built.optimizer)
+        training = Training(built.model, partial(step, batch), built.optimizer)
         samples, by_rank = measure_batches(training, step, batch, built.job.batch_samples, compute.step_us, bench)
     if not samples:
         return found
-    world_of = replace(found.world, batch_per_rank=samples)
+    memory = min((rank.memory_bytes for rank in by_rank if rank.memory_bytes), default=found.world.memory_bytes)
+    world_of = replace(found.world, batch_per_rank=samples, memory_bytes=memory)
     return replace(found, compute=replace(compute, by_rank=by_rank), world=world_of)
 
 

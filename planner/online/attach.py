@@ -90,11 +90,11 @@ class PlannedSession(Session):
         self._operators.observe()
         self._director = self._pilot = Pilot(self, opening, watches=watches, story=list(story))
 
-    def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: int) -> Sequence[int]:
+    def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: Sequence[int]) -> Sequence[int]:
         """See `Session._decide_shares`: shares follow times, where PLANNER lets the run change."""
         if asked_way() != "auto":
             return shares
-        found: list[int] = follow_shares(np.array(shares), np.array(compute_us), most, LEAST_GAIN).tolist()
+        found: list[int] = follow_shares(np.array(shares), np.array(compute_us), np.array(most), LEAST_GAIN).tolist()
         if found != list(shares) and self._world.rank == 0:
             with heard():
                 LOGGER.info("planner: after %d steps: shares of the batch are %s, were %s", self.step, found, shares)

@@ -1,4 +1,4 @@
-"""Compute times of each rank by the number of its samples: steps of two batch sizes, interleaved, on all ranks at once.
+"""Compute times and memory of each rank by its samples: steps of two batch sizes, interleaved, on all ranks at once.
 
 Ranks wait for each other before each step, and not in it: so each has its own times. The difference of two sizes is
 the time of samples, and what is left of a step does not grow with them.
@@ -6,7 +6,8 @@ the time of samples, and what is left of a step does not grow with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 
 from planner.documents.profile import RankCompute
 from planner.frontend.call import map_leaves
-from planner.profile.bench import Bench, Run
+from planner.profile.bench import Bench, Run, memory_bytes
 from planner.profile.compute import Training
 from runtime.errors import InputError
 from runtime.local_async.job import samples_of
 from runtime.monitor.preserve import preserved
 from runtime.optimizers.kinds import each_of
 
+BatchStep = Callable[[Any, Callable[[], None]], object]
 WARM_UPS, LEAST_REPEATS, MOST_REPEATS = 1, 3, 15
 BATCHES_S = 4.0
 """Seconds that all repeats may take, once there are the fewest."""
@@ -32,20 +34,20 @@ next."""
 
 
 def measure_batches(
-    training: Training, step: Callable[[Any], object], batch: Any, samples: int | None, step_us: float, bench: Bench
+    training: Training, step: BatchStep, batch: Any, samples: int | None, step_us: float, bench: Bench
 ) -> tuple[int, tuple[RankCompute, ...]]:
     """Time steps of a whole and of half a batch; every rank calls it.
 
     Args:
         training: the model and its optimizer, which are left as found.
-        step: one forward and backward of a batch.
+        step: one forward and backward of a batch; calls its other argument between them.
         batch: of this rank, on the device.
         samples: of the batch; None: the first dimension of its first tensor.
         step_us: time of a step of it, in microseconds.
         bench: the ranks.
 
     Returns:
-        The samples of the slowest rank's batch and the times of each rank, the same on all ranks; no samples and no
+        The samples of the slowest rank's batch, times and memory of each rank, the same on all ranks; no samples and no
         ranks where the samples of a batch are not known. Where a step of half a batch is not possible on every rank,
         all of a step grows with its samples.
     """
@@ -54,7 +56,7 @@ def measure_batches(
 
     def from_zero(of: Any) -> None:
         training.model.zero_grad(set_to_none=True)
-        step(of)
+        step(of, lambda: None)
 
     def update() -> None:
         for one in optimizers:
@@ -62,19 +64,50 @@ def measure_batches(
 
     with preserved(training.model, optimizers):
         halved = rows > 1 and _works(from_zero, batches[1])
-        everyone: list[tuple[int, int, bool]] = bench.world.gather((samples, rows, halved), "comparing batches")
-        if not all(count for count, _, _ in everyone):
+        kept = _sample_bytes(step, batches, samples * (rows - rows // 2) / rows) if halved else None
+        mine = (samples, rows, halved, memory_bytes(bench.device), kept)
+        everyone: list[tuple[int, int, bool, int | None, int | None]] = bench.world.gather(mine, "comparing batches")
+        if not all(count for count, *_ in everyone):
             return 0, ()
-        if not all(works for *_, works in everyone):
+        if not all(works for _, _, works, *_ in everyone):
             del batches[1]
         runs: list[Run] = [*(partial(from_zero, one) for one in batches), update]
         repeats = int(min(MOST_REPEATS, max(LEAST_REPEATS, BATCHES_S * 1e6 / max(1.0, 2.0 * step_us))))
         times_us = np.median(bench.times_us(runs, repeats, "steps by batch size", WARM_UPS), axis=1)
-    counts = np.array([count for count, _, _ in everyone], dtype=np.float64)
-    parts = counts * np.array([(count // 2) / max(1, count) for _, count, _ in everyone])
+    counts = np.array([count for count, *_ in everyone], dtype=np.float64)
+    parts = counts * np.array([(count // 2) / max(1, count) for _, count, *_ in everyone])
     found = by_samples(counts, parts if len(batches) > 1 else None, times_us)
     slowest = int((times_us[:, 0] + times_us[:, -1]).argmax())
-    return int(counts[slowest]), found
+    return int(counts[slowest]), tuple(
+        replace(rank, memory_bytes=memory, sample_bytes=size)
+        for rank, (*_, memory, size) in zip(found, everyone, strict=True)
+    )
+
+
+def _sample_bytes(step: BatchStep, batches: Sequence[Any], samples: float) -> int | None:
+    """Return the bytes that forward keeps for backward of one sample; None if they cannot be counted.
+
+    Args:
+        step: as of `measure_batches`.
+        batches: the whole, and a part of it.
+        samples: by which they differ.
+    """
+    sizes: dict[int, int] = {}
+    kept: list[int] = []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    try:
+        for batch in batches:
+            sizes.clear()
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                step(batch, lambda: kept.append(sum(sizes.values())))
+    except (InputError, RuntimeError, TypeError):  # not every kind of tensor says where it lies
+        return None
+    return max(0, round((kept[0] - kept[1]) / samples))  # weights and the batch itself are kept in both
 
 
 def by_samples(

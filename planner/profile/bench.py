@@ -23,6 +23,11 @@ EVERY_S = 15.0
 """Usual least seconds between two lines: short commands have none, and logs of long ones stay short."""
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of an accelerator; None of a CPU."""
+    return None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
+
+
 @dataclass
 class Progress:
     """Shows one bar per loop, gone when it is over, or lines if standard error is no terminal; nothing by default."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
-from planner.profile.bench import Bench, Progress
+from planner.profile.bench import Bench, Progress, memory_bytes
 from planner.profile.compute import Training
 from planner.profile.measured_cuts import regions_of
 from planner.profile.measuring import Measuring, count_nodes, now
@@ -138,7 +138,7 @@ def measure(
             measured=now(),
             threads_per_rank=torch.get_num_threads(),
             cores=os.cpu_count(),
-            memory_bytes=None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory,
+            memory_bytes=memory_bytes(device),
             emulated=emulation.kind if emulation else None,
             emulation=emulation.spec if emulation else None,
         )

@@ -246,6 +246,7 @@ def rehearse_rank(kind: type[Rehearser[A, Any]], asked: A, started_s: float | No
         for record in measured.records:
             record.step_us = [[step_us / scale.dilate for step_us in block] for block in record.step_us]
             record.alone_us = None if record.alone_us is None else record.alone_us / scale.dilate
+            record.figures = [time_us / scale.dilate for time_us in record.figures]
         return Rehearsed(
             scale=scale, measured=replace(measured, backward_us=measured.backward_us / scale.dilate),
             figures={"from_constants_us": decided.from_constants_us, **figures}, bounds=decided.bounds,

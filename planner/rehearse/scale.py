@@ -118,11 +118,12 @@ def on_hosts(cluster: Cluster, hosts: int, ranks_per_host: int) -> Cluster:
     """
     if (cluster.nodes, cluster.ranks_per_node) == (hosts, ranks_per_host):
         return cluster
-    if cluster.speed is not None and len(cluster.speed) not in (hosts, hosts * ranks_per_host):
-        raise InputError(
-            f"--hosts {hosts}x{ranks_per_host}: the cluster has the speeds of {len(cluster.speed)} ranks or nodes, "
-            f"expected one for each: leave --hosts out, or take speed out of the cluster"
-        )
+    for field, given in (("speed", cluster.speed), ("memory_mib", cluster.memory_mib)):
+        if given is not None and len(given) not in (hosts, hosts * ranks_per_host):
+            raise InputError(
+                f"--hosts {hosts}x{ranks_per_host}: the cluster has {field} of {len(given)} ranks or nodes, expected "
+                f"one for each: leave --hosts out, or take {field} out of the cluster"
+            )
     inter, intra = _link(cluster, "inter"), _link(cluster, "intra")
     # A measurement over all ranks is one of the link only if there is one kind of link.
     if inter is None and cluster.ranks_per_node == 1:

@@ -26,6 +26,7 @@ from planner.report.tables import (
     uncertainty_line,
 )
 from planner.report.tracks import MEASURED, Track, plan_tracks
+from planner.report.who_waits import arrival_section, arrival_tables
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.executed import cost_line
 from runtime.plan.measured import MeasuredStep
@@ -36,9 +37,6 @@ MAX_ROWS = 500
 
 MAX_NAMES = 3000
 """Largest number of names of gradients listed in it, over all rows."""
-
-MAX_RANKS = 16
-"""Largest number of columns for ranks."""
 
 NAME_WIDTH = 80
 
@@ -72,10 +70,11 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
     nodes = f" ({pluralize(plan.world.nodes, 'node')})" if plan.world.nodes else ""
     timeline = figure("timeline", figures, LABELS["timeline"], _reading_words(tracks), _caption_text(plan, measured))
     scaling = figure("scaling", figures, LABELS["scaling"], _scaling_words(points), _caption_text(plan))
+    arrivals = arrival_tables(measured.arrivals or (), measured.messages or (), MEASURED) if measured else []
     sections = {
         "One step, predicted and measured" if measured else "One step, predicted": timeline,
         "Buckets in launch order, and why": _buckets(plan),
-        **({"Who waits for whom": _arrivals(measured)} if measured is not None and measured.arrivals else {}),
+        **arrival_section(arrivals),
         "How good is the plan?": paragraphs(certificate_words(plan)),
         "Other numbers of ranks": scaling,
     }
@@ -113,28 +112,6 @@ def _buckets(plan: Plan) -> str:
     more = [f"The first {MAX_ROWS} of {count} buckets; `planner explain --json` lists all."]
     said = [f"{line[0].upper()}{line[1:]}." for line in slack_lines(plan)]
     return f"{listed}\n{paragraphs([*(more if count > MAX_ROWS else []), *said])}"
-
-
-def _arrivals(measured: MeasuredStep) -> str:
-    """Return each rank at the messages, and when all of them arrive at each."""
-    rows = measured.arrivals or ()
-    words = table(
-        Listing(
-            "Ranks at the messages of a step",
-            ("rank", "last at", "of messages", "the others wait (ms)", "late by"),
-            [
-                (str(row.rank), str(row.last), str(row.messages), milliseconds(row.others_waited_us), row.cause or "")
-                for row in rows
-            ],
-            left=("late by",),
-        )
-    )
-    columns = ("bucket", *(f"rank {row.rank} (ms)" for row in rows[:MAX_RANKS]), "last rank")
-    arrivals = [
-        (str(one.message), *map(milliseconds, one.late_us[:MAX_RANKS]), str(rows[one.last_rank].rank))
-        for one in (measured.messages or ())[:MAX_ROWS]
-    ]
-    return words + (table(Listing("Arrival of each rank behind the first one", columns, arrivals)) if arrivals else "")
 
 
 def _members(bucket: PlanBucket, most: int) -> str:

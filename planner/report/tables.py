@@ -474,6 +474,14 @@ def profile_lines(profile: Profile) -> list[str]:
             f"half of the steps took {milliseconds(low_us)} to {milliseconds(high_us)} ms without communication: "
             f"predictions are uncertain by {about} ms ({part:.0%}){advice}"
         )
+    ranks, samples = compute.by_rank or (), profile.world.batch_per_rank or 0
+    times_us = [rank.fixed_us + samples * rank.sample_us + rank.update_us for rank in ranks]
+    if times_us and min(times_us) < max(times_us):  # those that differ by little are equal
+        slow, fast = (times_us.index(of(times_us)) for of in (max, min))
+        lines.append(
+            f"rank {slow} computes for {max(times_us) / min(times_us):.3g} times as long as rank {fast}, which waits: "
+            f"`planner optimize --global-batch N` gives ranks shares of the batch by their speed"
+        )
     tracing = profile.tracing
     if tracing is not None:
         lines.append(

@@ -75,7 +75,7 @@ def share_batch(
 
 
 def follow_shares(
-    shares: NDArray[np.int64], compute_us: NDArray[np.float64], most: int, least_gain: float
+    shares: NDArray[np.int64], compute_us: NDArray[np.float64], most: NDArray[np.int64] | int, least_gain: float
 ) -> NDArray[np.int64]:
     """Return shares by times that were measured with others; the same ones where others gain little.
 
@@ -85,12 +85,10 @@ def follow_shares(
     Args:
         shares: of each rank, at least 1. Shape (ranks,).
         compute_us: time of each rank with them. Shape (ranks,).
-        most: largest share of a rank; present shares above it are kept.
+        most: largest share of each rank; present shares above it are kept. Shape (ranks,), or one for all.
         least_gain: share of the slowest rank's time by which other shares have to be faster.
     """
     if not (compute_us > 0.0).all():
         return shares
-    found = share_batch(
-        int(shares.sum()), np.zeros(len(shares)), compute_us / shares, np.maximum(shares, np.int64(most))
-    )
+    found = share_batch(int(shares.sum()), np.zeros(len(shares)), compute_us / shares, np.maximum(shares, most))
     return np.array(found.shares) if found.slowest_us <= (1.0 - least_gain) * compute_us.max() else shares

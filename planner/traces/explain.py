@@ -15,10 +15,11 @@ from planner.emit.lower import predict
 from planner.fsdp2.decide import WrappingRequest, optimize_wrapping
 from planner.model.problem import make_problem
 from planner.report.listing import Listing
+from planner.report.who_waits import arrival_tables
 from planner.traces.events import Run, Step
 from planner.traces.replayed import OFF, Replay, own_schedule, replay
 from runtime.errors import InputError
-from runtime.plan.last_ranks import RankArrival, compare_arrivals, with_causes
+from runtime.plan.last_ranks import MessageArrival, RankArrival, compare_arrivals, with_causes
 
 STRATEGIES = {
     "optimal": "merging as planner optimize does",
@@ -82,6 +83,8 @@ class Explanation:
     parts_us: dict[str, float | None]
     messages: tuple[MessageRow, ...]
     ranks: tuple[RankArrival, ...]
+    arrivals: tuple[MessageArrival, ...]
+    """Traced ranks at each message of gradients, medians over the steps."""
     changes: tuple[Change, ...]
 
     @property
@@ -149,6 +152,7 @@ def explain_run(run: Run, profile: Profile, *, changes: bool = True) -> Explanat
     parts = [_parts(step) for step in run.steps]
     return Explanation(
         run=run, profile=profile, replay=replayed, messages=tuple(_message_rows(run, replayed)), ranks=_rank_rows(run),
+        arrivals=tuple(_arrivals(run)),
         parts_us={name: _median(part[name] for part in parts) for name in PARTS},
         changes=tuple((_changes if profile.units is None else _wrappings)(run, profile)) if changes else (),
     )  # fmt: skip
@@ -190,6 +194,12 @@ def _rank_rows(run: Run) -> tuple[RankArrival, ...]:
         return rows
     compute_us, input_us = np.median([step.parts_us for step in run.steps], axis=0).T.tolist()
     return with_causes(rows, compute_us, input_us)
+
+
+def _arrivals(run: Run) -> Iterator[MessageArrival]:
+    for index, column in enumerate(zip(*(step.buckets for step in run.steps), strict=False)):
+        if late := [message.arrivals_us for message in column if message.arrivals_us]:
+            yield MessageArrival(message=index, late_us=tuple(np.median(late, axis=0).round(3).tolist()))
 
 
 def _changes(run: Run, profile: Profile) -> Iterator[Change]:
@@ -258,6 +268,11 @@ def message_listing(explanation: Explanation) -> Listing:
         for row in explanation.messages
     ]  # fmt: skip
     return Listing("messages of a step, medians over the steps", columns, rows, left=("collective",)).filled()
+
+
+def arrival_listings(explanation: Explanation) -> list[Listing]:
+    """Return when ranks arrive at each message of gradients as a table; nothing of a single rank."""
+    return arrival_tables(explanation.ranks, explanation.arrivals, "traced")[1:]
 
 
 def change_listing(explanation: Explanation) -> Listing:

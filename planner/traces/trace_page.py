@@ -9,8 +9,9 @@ from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize,
 from planner.report.figures import shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.tracks import Bar, Track
+from planner.report.who_waits import arrival_section
 from planner.traces.events import Interval, Step
-from planner.traces.explain import Explanation, change_listing, lines_of, message_listing
+from planner.traces.explain import Explanation, arrival_listings, change_listing, lines_of, message_listing
 
 DRAWN_STEPS = 3
 NAME_WIDTH = 60
@@ -32,6 +33,7 @@ def trace_page(explanation: Explanation) -> str:
     sections = {
         "Traced steps": drawn,
         "Messages, medians over the steps": table(message_listing(explanation)),
+        **arrival_section(arrival_listings(explanation)),
         "What would change the step": paragraphs(explanation.doubt) + changes,
     }
     notes = "\n".join(f"<li>{escape(sanitize(note, SENTENCE_CHARACTERS))}</li>" for note in explanation.notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,15 +14,7 @@ from runtime.comm.world import World
 from runtime.errors import StragglerWarning
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
-from runtime.plan.last_ranks import (
-    STRAGGLER_STEPS,
-    MessageArrival,
-    RankArrival,
-    arrivals_of,
-    compare_arrivals,
-    find_straggler,
-    with_causes,
-)
+from runtime.plan.last_ranks import STRAGGLER_STEPS, MessageArrival, RankArrival, find_straggler, rank_arrivals
 from runtime.torch_compat import object_device
 
 FIRST_STEP, EVERY_STEPS = 20, 100
@@ -71,7 +63,7 @@ class Arrivals:
             return
         ends = [marks.end for marks in looked_at if self._clock.reached(marks.end)]
         whole_us = self._clock.between_us(ends[0], ends[-1]) / (len(ends) - 1) if len(ends) > 1 else math.nan
-        mine = [one for pair in pairwise(looked_at) for one in self._figures(*pair)]
+        mine = [one for step in self.figures(looked_at) for one in step]
         part = torch.tensor([*mine, self._cost_us, whole_us], dtype=torch.float64)
         part = part.to(object_device(self._world.group))
         everyone = self._world.gather_parts(part, "comparing when ranks arrive").view(self._world.ranks, -1).cpu()
@@ -84,12 +76,9 @@ class Arrivals:
     def _compare(self, figures: Tensor, step_us: float) -> None:
         """Compare ranks by the figures of their last steps. Shape (ranks, steps, messages and `PARTS`)."""
         medians = figures.nanmedian(dim=1).values
-        durations = medians[:, :-TIMES].T.tolist()
-        rows = compare_arrivals(durations, range(self._world.ranks))
-        self.messages = arrivals_of(durations[:-1])  # of buckets
+        self.rows, self.messages = rank_arrivals(medians.tolist())
         computed_us = medians[:, -2].tolist()
         self.compute_us = () if any(map(math.isnan, computed_us)) else tuple(computed_us)
-        self.rows = with_causes(rows, computed_us, medians[:, -1].tolist())
         straggler = find_straggler(figures[:, :, :-TIMES].permute(1, 2, 0).tolist(), step_us)
         if straggler is None or straggler in self._warned:
             return
@@ -102,6 +91,10 @@ class Arrivals:
             f"{cause or 'not known'}; see session.report(), or give ranks shares of the batch by their speed",
             StragglerWarning,
         )
+
+    def figures(self, steps: Iterable[StepMarks]) -> list[list[float]]:
+        """Return the figures of each step but the first, before which no input is known: see `rank_arrivals`."""
+        return [list(self._figures(*pair)) for pair in pairwise(steps)]
 
     def _figures(self, before: StepMarks, marks: StepMarks) -> Iterator[float]:
         """Yield the durations of a step's messages and of `session.batches`' own (NaN: there is none), the time of its

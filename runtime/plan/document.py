@@ -348,8 +348,8 @@ class Plan(Document):
     """Loss against DDP's on a job, where it was measured; no part of the digest."""
     shares: dict[RankNumber, PositiveCount] | None = None
     """Samples of each rank in a step, by rank; absent: ranks have equal shares, or the script decides."""
-    largest_share: PositiveCount | None = None
-    """Largest share that a rank has memory for; absent: not known."""
+    largest_shares: dict[RankNumber, PositiveCount] | None = None
+    """Largest share that each rank has memory for, by rank; absent: not known."""
     cuts: Annotated[tuple[Name, ...], Field(max_length=MAX_BUCKETS)] | None = None
     """Modules at which a graph of `torch.compile` is cut, by path, in the order of forward: a region begins at each.
     Executed with `attach(compile=...)`; absent: not decided."""
@@ -543,13 +543,20 @@ def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
 
 
 def _shares_problem(plan: Plan, path: str) -> str | None:
-    """Return what is wrong where not each rank has one share."""
-    ranks = [str(rank) for rank in range(plan.world.ranks)]
-    if plan.shares is None or list(plan.shares) == ranks:
+    """Return what is wrong where not each rank has one share, or one is larger than its memory."""
+    ranks, largest = [str(rank) for rank in range(plan.world.ranks)], plan.largest_shares
+    for name, shares in (("shares", plan.shares), ("largest_shares", largest)):
+        if shares is not None and list(shares) != ranks:
+            return (
+                f"{path}.{name}: found shares of {len(shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
+                f"order: plan again with --global-batch, or take them out"
+            )
+    over = next((rank for rank, share in (plan.shares or {}).items() if largest and share > largest[rank]), None)
+    if plan.shares is None or largest is None or over is None:
         return None
     return (
-        f"{path}.shares: found shares of {len(plan.shares)} ranks, expected one for each of 0 to {ranks[-1]}, in "
-        f"order: plan again with --global-batch, or take them out"
+        f"{path}.shares: found {plan.shares[over]} for rank {over}, expected at most {largest[over]}, for which it has "
+        f"memory by largest_shares: plan again with --global-batch, or correct them"
     )
 
 

@@ -119,6 +119,18 @@ def with_causes(
     return tuple(found)
 
 
+def rank_arrivals(figures: Sequence[Sequence[float]]) -> tuple[tuple[RankArrival, ...], tuple[MessageArrival, ...]]:
+    """Return each rank at the messages of a step, with causes, and all ranks at each message.
+
+    Args:
+        figures: of each rank, medians over steps in microseconds (NaN: not known): durations of buckets' messages, that
+            of `session.batches`' own, and the times of compute and of input.
+    """
+    *durations, compute_us, input_us = zip(*figures, strict=True)
+    rows = with_causes(compare_arrivals(durations, range(len(figures))), compute_us, input_us)
+    return rows, arrivals_of(durations[:-1])
+
+
 def find_straggler(steps: Iterable[Sequence[Sequence[float]]], step_us: float) -> int | None:
     """Return the place of the rank that arrives last in nine of ten steps, by more than 5 % of a step; None: no rank.
 

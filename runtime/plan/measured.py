@@ -5,6 +5,7 @@ Torch-free, as reading is part of explaining.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -67,6 +68,15 @@ class MeasuredStep(Document):
     messages: tuple[MessageArrival, ...] | None = None
     """All ranks at each message."""
     timeline: Annotated[tuple[MeasuredTask, ...], Field(min_length=1)]
+
+    def problem(self, path: str) -> str | None:
+        """Return what is wrong if arrivals are not those of all ranks."""
+        listed: dict[str, Sequence[object] | None] = {"arrivals": self.arrivals}
+        listed |= {f"messages[{index}].late_us": one.late_us for index, one in enumerate(self.messages or ())}
+        for field, found in listed.items():
+            if found is not None and len(found) != self.ranks:
+                return f"{path}.{field}: found {len(found)}, expected one of each of {self.ranks} ranks; {self.hint}"
+        return None
 
     @classmethod
     def of(cls, timeline: Timeline, **about: Any) -> MeasuredStep:

@@ -9,8 +9,10 @@ from runtime.errors import InputError
 from runtime.monitor.arrivals import Arrivals
 from runtime.plan import Plan
 
-Decide = Callable[[Sequence[int], Sequence[float], int], Sequence[int]]
-"""(shares, compute times of ranks with them in microseconds, largest share) → shares of the next pass."""
+Decide = Callable[[Sequence[int], Sequence[float], Sequence[int]], Sequence[int]]
+"""(shares, compute times of ranks with them in microseconds, largest shares) → shares of the next pass."""
+Largest = tuple[int, ...] | None
+"""Largest share of each rank; None: any."""
 
 
 class Shares:
@@ -20,15 +22,15 @@ class Shares:
         self._weights, self._rank = weights, rank
         self.present: tuple[int, ...] | None = None
         """Samples of each rank, in order of rank; None: the script decides."""
-        self.most: int | None = None
-        """Largest share that a rank has memory for, by the plan and the script; None: any."""
+        self.most: Largest = None
+        """Largest share that each rank has memory for, by the plan and the script; None: any."""
         self._take(plan)
 
     def _take(self, plan: Plan) -> None:
         self._planned = plan.shares
         if plan.shares is not None:
             self.present = tuple(plan.shares.values())
-            self.most = _tighter(self.most, plan.largest_share)
+            self.most = _tighter(self.most, tuple((plan.largest_shares or {}).values()) or None)
 
     @property
     def mine(self) -> int | None:
@@ -58,7 +60,7 @@ class Shares:
                 f"at least one for each: give more, or use fewer ranks"
             )
         present = self.present or tuple(((global_batch or 0) + ranks - 1 - rank) // ranks for rank in range(ranks))
-        limit = _tighter(self.most, most)
+        limit = _tighter(self.most, None if most is None else (most,) * ranks)
         _check_largest(present, limit, "session.sampler")
         self.present, self.most = present, limit
 
@@ -71,7 +73,7 @@ class Shares:
         assert self.present is not None
         times_us, arrivals.compute_us = arrivals.compute_us, ()
         if times_us:
-            decided = decide(self.present, times_us, self.most or sum(self.present))
+            decided = decide(self.present, times_us, self.most or (sum(self.present),) * len(self.present))
             before = self.present
             self.present = tuple(int(one) for one in self._weights.gather([float(one) for one in decided])[0])
             if self.present != before:
@@ -91,13 +93,14 @@ class Shares:
         self.present = tuple(shares)
 
 
-def _tighter(most: int | None, other: int | None) -> int | None:
-    return min((one for one in (most, other) if one is not None), default=None)
+def _tighter(most: Largest, other: Largest) -> Largest:
+    return most or other if most is None or other is None else tuple(map(min, most, other))
 
 
-def _check_largest(shares: Sequence[int], most: int | None, where: str) -> None:
-    if most is not None and max(shares) > most:
-        raise InputError(
-            f"{where}: found a share of {max(shares)} samples, expected at most {most}, for which a rank has memory "
-            f"(most=, or the plan's largest_share): give fewer samples in all, or more memory"
-        )
+def _check_largest(shares: Sequence[int], most: Largest, where: str) -> None:
+    for rank, (share, largest) in enumerate(zip(shares, most or (), strict=False)):
+        if share > largest:
+            raise InputError(
+                f"{where}: found a share of {share} samples, expected at most {largest}, for which rank {rank} has "
+                f"memory (most=, or largest_shares of the plan): give fewer samples in all, or more memory"
+            )

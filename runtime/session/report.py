@@ -254,6 +254,9 @@ class Report:
                 "update_us": self.update_us, "script_us": self.script_us, "predicted_us": self.predicted_us,
                 "prediction_error": self.error,
             }  # fmt: skip
+        if self.arrivals:
+            last = max(self.arrivals, key=lambda row: row.others_waited_us)
+            known |= {"straggler": last.rank, "straggler_us": last.others_waited_us}
         harms = [one.sample.figure / one.sample.limit for one in self.buckets if one.sample and one.sample.limit > 0.0]
         known["compression_harm"] = max(harms, default=None)
         return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}

@@ -427,7 +427,7 @@ class Session:
 
         return ShareBatches(dataset, self._shares, next_pass, self._world.rank, **options)
 
-    def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: int) -> Sequence[int]:
+    def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: Sequence[int]) -> Sequence[int]:
         """Return the shares of the next pass by times of ranks with the present ones; see `Shares.next_pass`."""
         return shares
 

@@ -17,7 +17,7 @@ import planner
 from planner import TrainingJob
 from planner.comparison.contestants import Learn, make_contestants
 from planner.comparison.learning import learn_rank
-from planner.comparison.measure import compare_rank
+from planner.comparison.measure import Measured, compare_rank
 from planner.comparison.variants import Rounds, make_lineup
 from planner.documents.profile import Cluster, ComputeProfile, Gradient, Link, Profile, ProfileWorld
 from planner.jobs.lr_schedule import Course
@@ -86,6 +86,12 @@ def drawing_job() -> TrainingJob:
     )  # fmt: skip
 
 
+def compared(spec: str, plan: Plan | None = None) -> Measured:
+    """A short `planner compare` of a job with a plan, by default of one bucket."""
+    lineup = make_lineup(plan or plan_of(build(spec, "cpu").model, 2), None, (), hooks=())
+    return compare_rank(spec, replace(lineup, caps=()), Rounds(count=2, steps=1), "cpu", False)
+
+
 def jobs_batches_follow(shares: tuple[int, int]) -> dict[str, Any]:
     """`planner run` and `planner compare` by a plan with shares; and one process that takes all samples in order."""
     spec = f"{__file__}:drawing_job"
@@ -99,8 +105,7 @@ def jobs_batches_follow(shares: tuple[int, int]) -> dict[str, Any]:
     run = train_rank(spec, plan, Course(STEPS), "cpu", False)
     turned = replace(plan, shares={str(rank): share for rank, share in enumerate(reversed(shares))})
     phased = replace(plan, buckets=(), shares=None, phases=(PhasePlan(plan=plan, until_step=2), PhasePlan(plan=turned)))
-    lineup, rounds = make_lineup(plan, None, (), hooks=()), Rounds(count=2, steps=1)
-    seen = compare_rank(spec, replace(lineup, caps=()), rounds, "cpu", False)
+    seen = compared(spec, plan)
     learn = Learn(steps=10, seeds=1)
     learnt = learn_rank(spec, make_contestants({"plan": plan}, None, ()), learn, "cpu", False)
     return {

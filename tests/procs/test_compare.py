@@ -59,6 +59,10 @@ def test_everyone_is_measured(records: dict[str, dict[str, Any]]) -> None:
     assert records["plan"]["alone_us"] > 0.0
     assert 0.0 <= records["plan"]["hidden_share"] <= 1.0
     assert records["wfbp"]["buckets"] == 6
+    for name, record in records.items():  # of DDP they are not known
+        sent = record["buckets"] if name in ("wfbp", "wire:int8", "plan") else 0
+        assert (len(record["arrivals"]), len(record["messages"])) == (2 * (sent > 0), sent), name
+        assert sum(row["last"] for row in record["arrivals"]) == sent
     # With dropout: everyone draws the same masks.
     assert records["wfbp"]["same_training"]
     assert records["plan"]["same_training"]
@@ -77,6 +81,7 @@ def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
     assert code == 0
     assert "the plan" in text
     assert "the best DDP" in text
+    assert "plan: arrival of each rank at each message behind the first one" in text
 
 
 def written(path: Path, document: dict[str, Any]) -> str:

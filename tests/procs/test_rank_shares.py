@@ -27,6 +27,7 @@ def test_a_profile_gives_shares_that_train_as_one_process(whole: bool) -> None:
     for rank, expected_s in zip(profile.compute.by_rank, share_checks.SAMPLE_S, strict=True):
         assert rank.sample_us == pytest.approx(1e6 * expected_s, rel=0.2)
         assert rank.fixed_us == pytest.approx(1e6 * share_checks.FIXED_S, rel=0.6)
+        assert 16 <= rank.sample_bytes <= 64  # differences from targets, of float64, and what is made of them
     assert sum(plan.shares.values()) == share_checks.GLOBAL_BATCH
     assert plan.shares["0"] == pytest.approx(2 * plan.shares["1"], abs=3)
     assert max(found["apart"], other["apart"]) < 1e-12
@@ -46,6 +47,17 @@ def test_batches_of_jobs_follow_the_shares_of_a_plan(shares: tuple[int, int]) ->
     assert all(row.failure is None for row in found.values())
     learnt = summarize_learned([one["learnt"] for one in ranks], Learn(steps=10, seeds=1))
     assert learnt.rows[-1].against_ddp == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_comparison_shows_who_waits_and_why() -> None:
+    comparison = summarize(run_ranks(LocalWorld(ranks=2), share_checks.compared, f"{share_checks.__file__}:job"))
+    plan = next(row for row in comparison.rows if row.name == "plan")
+    longer_us = 16 * 1e6 * (share_checks.SAMPLE_S[1] - share_checks.SAMPLE_S[0])
+    assert [(row.last, row.cause) for row in plan.arrivals] == [(0, None), (1, "compute")]
+    assert [one.last_rank for one in plan.messages] == [1]
+    assert plan.messages[0].waited_us == pytest.approx(longer_us, rel=0.5)
+    assert "plan: arrival of each rank at each message" in str(comparison)
+    assert all(not row.arrivals for row in comparison.rows if row is not plan)
 
 
 def test_shares_follow_measured_times_from_pass_to_pass() -> None:

@@ -46,6 +46,9 @@ def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
         assert row["predicted_us"] > computed_us
         assert row["from_constants_us"] > computed_us
         assert row["same_training"] is not False
+        assert len(row["messages"]) == row["buckets"]
+        # As on the cluster, whose step is a third as long as here.
+        assert all(0.0 <= max(one["late_us"]) < row["median_us"] for one in row["messages"])
 
 
 def test_the_demo_compares_ddp_with_a_plan_and_trains_as_ddp_does() -> None:

@@ -135,6 +135,8 @@ def like_one_process() -> dict[str, float]:
         results["sharded"] = difference(trained(sharded, process_group=group), expected)
         results["late gather"] = difference(trained(partial(sharded, gather="forward"), process_group=group), expected)
     results["asked"] = difference(trained(lambda model: plan_of(model, 2), asks=True), expected)
+    owned = partial(sharded, owners={"last.weight": 0, "first.weight": 1})
+    results["owners"] = difference(trained(owned), expected)
     results["accumulated"] = difference(trained(lambda model: plan_of(model, 2), 3), accumulated)
     results["sharded, accumulated"] = difference(trained(sharded, 3), accumulated)
     return results
@@ -410,9 +412,8 @@ def late_rank() -> dict[str, tuple[list[str | None], list[str], int, bool, list[
                 model(x).sum().backward()
             report = session.report()
             page = page_text(session.plan, report.measured)
-            compute_us = list(session._monitor.arrivals.compute_us)
+            compute_us, last = list(session._monitor.arrivals.compute_us), int(session.metrics()["straggler"])
         texts = [str(one.message) for one in said if one.category is StragglerWarning]
-        last = max(report.arrivals, key=lambda row: row.others_waited_us).rank
         shown = "Who waits for whom" in page and "rank 1 arrives last at" in str(report)
         found[cause] = [row.cause for row in report.arrivals], texts, last, shown, compute_us
     return found

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from session_checks import plan_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weight_checks import EQUAL, Net, difference, loss_of, samples, sent_by
+from weight_checks import EQUAL, Net, difference, loss_of, samples, sent_by, trained
+from weight_checks import alone as one_process
 
 import runtime
 from runtime.errors import CommunicationError, InputError
@@ -351,6 +352,11 @@ def asked_and_given() -> float:
     return difference(model, reference)
 
 
+def compiled() -> float:
+    """A model that `attach` compiles."""
+    return difference(trained(EQUAL["plain"], compile="aot_eager"), one_process())
+
+
 def all_lives() -> dict[str, float]:
     """Largest differences, by script and plan."""
     torch.set_num_threads(1)
@@ -360,5 +366,5 @@ def all_lives() -> dict[str, float]:
         for name, plan in PLANS.items()
     }
     alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, after_an_exception)
-    lives |= {life.__name__: life for life in (*alone, asked_and_given, begun_again)}
+    lives |= {life.__name__: life for life in (*alone, asked_and_given, begun_again, compiled)}
     return {name: life() for name, life in lives.items()}

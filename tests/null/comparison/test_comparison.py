@@ -429,6 +429,23 @@ def test_the_page_holds_every_figure() -> None:
     assert len(text) < 6 * 2**20
 
 
+def test_who_waits_for_whom_is_in_text_page_and_json() -> None:
+    ranks = [measured({NO_COMMUNICATION: 79.0, DDP: 119.0, PLAN: 99.0}) for _ in range(2)]
+    for seen, figures in zip(ranks, ([500.0, float("nan"), 10.0, 5.0], [100.0, float("nan"), 410.0, 5.0]), strict=True):
+        seen.records[-1].figures = figures
+    comparison = summarize(ranks)
+    *others, plan = comparison.to_document()
+    assert [(row["last"], row["cause"]) for row in plan["arrivals"]] == [(0, None), (1, "compute")]
+    assert plan["messages"] == ({"message": 0, "late_us": (0.0, 400.0)},)
+    assert not any(row["arrivals"] for row in others)
+    page = picture_text(comparison, "a model", "2026-11-22 10:00 UTC")
+    assert "<h2>Who waits for whom</h2>" in page
+    for text in (str(comparison), page):
+        assert "plan: ranks that arrive last at its messages" in text
+        assert "plan: arrival of each rank at each message behind the first one" in text
+        assert "compute" in text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import planner
 from planner.comparison.variants import make_lineup
 from planner.decide.batch_shares import choose_shares
+from planner.documents.accelerators import ROOM
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Layer, Link, OptimizerProfile, Profile, RankCompute
 from planner.model.modes.sharded import replicated_bytes
 from planner.model.problem import make_problem
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
+
+MIB = 2**20
 
 
 def cluster(*speed: float, ranks: int = 4) -> Cluster:
@@ -66,8 +70,10 @@ def test_speeds_are_of_ranks_or_of_nodes() -> None:
     assert Cluster.parse({**given, "speed": [1, 0.5]}, "here").speeds == (1.0, 1.0, 0.5, 0.5)
     assert Cluster.parse({**given, "speed": [1, 2, 3, 4]}, "here").speeds == (1.0, 2.0, 3.0, 4.0)
     assert Cluster.parse(given, "here").speeds == (1.0,) * 4
-    with pytest.raises(InputError, match=r"speed: found 3 numbers, expected one for each of 4 ranks, or for each of 2"):
-        Cluster.parse({**given, "speed": [1, 2, 3]}, "here")
+    for field in ("speed", "memory_mib"):
+        words = rf"{field}: found 3 numbers, expected one for each of 4 ranks, or for each of 2"
+        with pytest.raises(InputError, match=words):
+            Cluster.parse({**given, field: [1, 2, 3]}, "here")
 
 
 def test_what_ranks_cannot_share_is_refused() -> None:
@@ -84,21 +90,31 @@ def test_what_ranks_cannot_share_is_refused() -> None:
     plan = planner.optimize(profile(), cluster(), global_batch=64).to_document()
     with pytest.raises(InputError, match=r"\.shares: found shares of 1 ranks, expected one for each of 0 to 3"):
         parse_plan({**plan, "shares": {"0": 64}})
+    with pytest.raises(
+        InputError, match=r"\.shares: found 16 for rank 0, expected at most 15, for which it has memory"
+    ):
+        parse_plan({**plan, "largest_shares": dict.fromkeys("0123", 15)})
+
+
+def of_known_memory(samples: int = 32) -> Profile:
+    """A sample keeps 1 MiB, next to weights and gradients."""
+    found = profile()
+    optimizer = OptimizerProfile(name="SGD", adaptive=False, state_bytes=0)
+    layer = Layer(name="all", kind="conv", flops=1.0, activation_bytes=float(samples * MIB))
+    world = replace(found.world, batch_per_rank=samples)
+    return replace(found, compute=replace(found.compute, optimizer=optimizer), layers=(layer,), world=world)
 
 
 def test_memory_limits_shares() -> None:
     with pytest.raises(InputError, match="--max-memory-mib: found a profile without the optimizer's state"):
         planner.optimize(profile(), cluster(), global_batch=64, max_memory_mib=10_000)
-    known, mib = profile(), 2**20
-    gradient_mib = known.compute.size_bytes / mib
-    optimizer = OptimizerProfile(name="SGD", adaptive=False, state_bytes=0)
-    layer = Layer(name="all", kind="conv", flops=1.0, activation_bytes=32.0 * mib)  # of 32 samples
-    known = replace(known, compute=replace(known.compute, optimizer=optimizer), layers=(layer,))
+    known, gradient_mib = of_known_memory(), profile().compute.size_bytes / MIB
     fast = cluster(4.0, 1.0, 1.0, 1.0)
 
     def planned(room_mib: float, global_batch: int = 64, profiled: bool = False) -> Plan:
         limit = 2.0 * gradient_mib + room_mib
-        has = replace(known, world=replace(known.world, memory_bytes=int(limit * mib))) if profiled else known
+        memory_bytes = math.ceil(limit * MIB / ROOM) if profiled else None
+        has = replace(known, world=replace(known.world, memory_bytes=memory_bytes))
         given = None if profiled else limit
         return planner.optimize(has, fast, global_batch=global_batch, max_memory_mib=given, passes="merge")
 
@@ -107,15 +123,43 @@ def test_memory_limits_shares() -> None:
 
     assert shares(1000.0)[0] > 30
     assert shares(25.5) == shares(25.5, 64, True) == [25, 13, 13, 13]
-    assert planned(25.5).largest_share == planned(25.5, 64, True).largest_share == 25
+    largest = dict.fromkeys("0123", 25)
+    assert planned(25.5).largest_shares == planned(25.5, 64, True).largest_shares == largest
     assert not any("changes nothing" in note for note in planned(25.5).notes)
     choice = choose_shares(known, fast, 64)
     needed = replicated_bytes(make_problem(choice.profile, choice.cluster))
-    assert needed == pytest.approx((2.0 * gradient_mib + choice.batch.shares[0]) * mib)
+    assert needed == pytest.approx((2.0 * gradient_mib + choice.batch.shares[0]) * MIB)
     with pytest.raises(InputError, match="found 64 samples, of which a rank has memory for 15, expected at most 60"):
         shares(15.5)
     with pytest.raises(InputError, match=r"--max-memory-mib: found .*, in which no sample fits next to"):
         shares(0.5)
+
+
+def test_each_rank_has_a_memory_of_its_own() -> None:
+    """As the cluster states it, or as it was measured on each rank, with what a sample takes there."""
+    needed_mib = 2.0 * profile().compute.size_bytes / MIB
+    memory_mib = tuple((needed_mib + room) / ROOM for room in (25.5, 10.5, 20.5, 20.5))
+    unlike = replace(cluster(4.0, 1.0, 1.0, 1.0), memory_mib=memory_mib)
+    plan = planner.optimize(of_known_memory(), unlike, global_batch=64, passes="merge")
+    assert list((plan.shares or {}).values()) == [25, 10, 15, 14]
+    assert list((plan.largest_shares or {}).values()) == [25, 10, 20, 20]
+    assert "too large for the memory of a rank" in plan.notes[-1]  # equal shares
+    assert not any("that it has" in note for note in plan.notes)
+    with pytest.raises(InputError, match=r"a rank has memory for 10, expected at most 55 on 4 ranks; rank 1 may fill"):
+        planner.optimize(of_known_memory(), unlike, global_batch=64, max_memory_mib=needed_mib + 15.5)
+    with pytest.raises(InputError, match=r"^memory_mib of the cluster: found too little.*: rank 2 may fill .* 1 MiB"):
+        choose_shares(of_known_memory(), replace(unlike, memory_mib=(*memory_mib[:2], needed_mib, memory_mib[3])), 64)
+    assert make_problem(of_known_memory(), unlike).profile.world.memory_bytes == int(min(memory_mib) * MIB)
+    known, memory_bytes = of_known_memory(samples=4), [math.ceil(mib * MIB) for mib in memory_mib]
+    ranks = tuple(
+        RankCompute(fixed_us=0.0, sample_us=us, update_us=0.0, memory_bytes=has, sample_bytes=size * MIB)
+        for us, has, size in zip((1.0, 4.0, 4.0, 4.0), memory_bytes, (1, 1, 2, 1), strict=True)
+    )
+    known = replace(known, compute=replace(known.compute, by_rank=ranks))
+    choice = choose_shares(known, cluster(), 60)
+    assert (choice.batch.shares, choice.largest) == ((25, 10, 10, 15), {"0": 25, "1": 10, "2": 10, "3": 20})
+    problem = make_problem(choice.profile, choice.cluster)
+    assert (replicated_bytes(problem) or 0) <= (problem.profile.world.memory_bytes or 0)
 
 
 def test_times_of_ranks_give_shares_and_what_does_not_grow_with_samples_counts() -> None:

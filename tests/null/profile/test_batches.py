@@ -13,6 +13,7 @@ from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Link, Profile, RankCompute
 from planner.documents.speeds import on_rank, on_slowest, rank_times
 from planner.profile.batches import by_samples, first_rows
+from planner.report.tables import profile_lines
 
 WHOLE, HALF = np.array([8.0, 8.0]), np.array([4.0, 4.0])
 
@@ -72,6 +73,8 @@ def test_a_profile_is_of_its_slowest_rank() -> None:
     assert (here.fixed_us + here.batch_us).tolist() == pytest.approx([step_us * 110 / 340, step_us])
     assert here.update_us.tolist() == [70.0, 140.0]
     assert on_slowest(profile(), cluster(2)) == profile()
+    (line,) = (one for one in profile_lines(profile()) if "times as long" in one)
+    assert line.startswith("rank 1 computes for 3.03 times as long as rank 0, which waits")
     fast = on_rank(profile(), cluster(2), 0, 2.0).compute
     assert fast.forward_us + fast.backward_us == pytest.approx(step_us * 190 / 340)
     assert fast.update_us == 70.0

@@ -74,14 +74,14 @@ def test_what_cannot_be_shared_is_refused(samples: int, shares: list[int], rank:
 
 
 def test_shares_change_by_times_of_steps_with_them_alone() -> None:
-    plan = cast(Any, SimpleNamespace(shares={"0": 6, "1": 6}, largest_share=8))
+    plan = cast(Any, SimpleNamespace(shares={"0": 6, "1": 6}, largest_shares={"0": 8, "1": 9}))
     weights = cast(Any, SimpleNamespace(gather=lambda mine: [mine]))
     found, asked = Shares(plan, weights, 0), Arrivals(World(rank=0, ranks=2, group=None), WallClock())
     found.begin(12, 2)
     asked._left, asked.compute_us = 1, (1.0, 2.0)
-    assert found.next_pass(asked, lambda shares, times_us, most: [most, 12 - most]) == (8, 4)
+    assert found.next_pass(asked, lambda shares, times_us, most: [most[0], 12 - most[0]]) == (8, 4)
     assert asked._left > STRAGGLER_STEPS  # until as many steps as are looked at have had these shares
-    for refused in ((6, 7), (9, 3)):
+    for refused in ((6, 7), (9, 3), (2, 10)):
         with pytest.raises(InputError, match=r"^state of the sampler: found"):
             found.load(refused)
     found.load((5, 7))

@@ -88,7 +88,10 @@ def test_explain_a_directory(command: Callable[..., Outcome], tmp_path: Path) ->
     assert code == 0
     assert "rank 1 arrives last at" in out
     assert "what would change the step" in out
-    assert "Traced steps" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "Traced steps" in page
+    for text in (out, page):
+        assert "traced: arrival of each rank at each message behind the first one" in text
     code, out, _ = command("explain", "ranks", "--json")
     found = json.loads(out)
     assert {change["strategy"] for change in found["changes"]} >= {"optimal", "ddp", "wire:bfloat16"}
