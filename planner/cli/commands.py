@@ -312,7 +312,7 @@ class Export:
     """
 
     plan: str = argument(PLAN)
-    to: str = option("ddp, ddp-hook, inductor, nccl-tuner, chakra, graphml or dot.", MISSING)
+    to: str = option("ddp, ddp-hook, inductor, nccl-tuner, chakra, [layers-]graphml or [layers-]dot.", MISSING)
     profile: str | None = option("The plan's profile: checks buckets, and reports what is lost, in ms.")
     cluster: str | None = cluster_option()
     output: str | None = option("Where to write; default: print it.", None, "-o", "--output")
