@@ -182,6 +182,8 @@ def lines(outcomes: list[Sampled]) -> Iterator[str]:
         dense = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == DENSE)
         for way in dict.fromkeys(outcome.way for outcome in outcomes):
             found = [o for o in outcomes if o.task == name and o.way == way]
+            if not found:
+                continue
             mean = statistics.fmean(o.metric for o in found)
             deltas = [delta for o in found for delta in o.deltas]
             sampled = (
