@@ -114,6 +114,6 @@ def lines(outcomes: list[Stale]) -> Iterator[str]:
             far = [(o.distance, o.share) for o in found if o.distance is not None and o.share is not None]
             told = " and ".join(f"{statistics.fmean(column):.3g}" for column in zip(*far, strict=True))
             yield (
-                f"| {name} | {way}{fewer} | {mean:.4f} ({min(metrics):.4f} to {max(metrics):.4f}) | {mean / first - 1.0:+.2%} "
-                f"| {told} |"
+                f"| {name} | {way}{fewer} | {mean:.4f} ({min(metrics):.4f} to {max(metrics):.4f}) "
+                f"| {mean / first - 1.0:+.2%} | {told} |"
             )

@@ -179,12 +179,13 @@ def lines(outcomes: list[Sampled]) -> Iterator[str]:
     yield "| task | sent | metric, mean over seeds | against dense | δ, median | δ, largest | samples above 1 |"
     yield "| --- " * 7 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        dense = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == DENSE)
+        dense = {o.seed: o.metric for o in outcomes if o.task == name and o.way == DENSE}
         for way in dict.fromkeys(outcome.way for outcome in outcomes):
             found = [o for o in outcomes if o.task == name and o.way == way]
             if not found:
                 continue
             mean = statistics.fmean(o.metric for o in found)
+            against = mean / statistics.fmean(dense[o.seed] for o in found) - 1.0
             deltas = [delta for o in found for delta in o.deltas]
             sampled = (
                 f"{statistics.median(deltas):.2f} | {max(deltas):.2f} | {sum(d > 1.0 for d in deltas)} of {len(deltas)}"
@@ -192,7 +193,7 @@ def lines(outcomes: list[Sampled]) -> Iterator[str]:
                 else " | | "
             )
             spread = f"{min(o.metric for o in found):.4f} to {max(o.metric for o in found):.4f}"
-            yield f"| {name} | {way} | {mean:.4f} ({spread}) | {mean / dense - 1.0:+.2%} | {sampled} |"
+            yield f"| {name} | {way} | {mean:.4f} ({spread}) | {against:+.2%} | {sampled} |"
 
 
 def curve_lines(outcomes: list[Sampled], way: str) -> Iterator[str]:
