@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -196,7 +197,7 @@ class CostRecorder(TorchDispatchMode):
         self._alive: list[object] = []
         self._first_layer: dict[int, str] = {}
         self._tallies: dict[str, _Tally] = {}
-        self._sources: dict[int, dict[str, None]] = {}
+        self._sources = WeakKeyDictionary[torch.UntypedStorage, dict[str, None]]()
         """By storage, the layers that its values come from."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(canonical_name(name))
@@ -271,11 +272,14 @@ class CostRecorder(TorchDispatchMode):
 
     def _read(self, values: Sequence[Tensor]) -> dict[str, None]:
         """Return the layers that values come from."""
-        return {name: None for value in values for name in self._sources.get(_address(value), ())}
+        found = (self._sources.get(storage, {}) for value in values if (storage := _storage(value)) is not None)
+        return {name: None for sources in found for name in sources}
 
     def _write(self, values: Any, sources: dict[str, None]) -> None:
         """Note the layers that values come from."""
-        self._sources |= dict.fromkeys(map(_address, tensors_in(values)), sources)
+        for value in tensors_in(values):
+            if (storage := _storage(value)) is not None:
+                self._sources[storage] = sources
 
     def _own(self, tensor: Tensor, owner: int, start: float, end: float) -> None:
         if (storage := _storage(tensor)) is not None:
@@ -376,11 +380,6 @@ def _calls(node: fx.Node) -> dict[str, str]:
     """Return the module calls around a node, outermost first: a key for each call → the module's canonical path."""
     stack = node.meta.get("nn_module_stack") or {}
     return {key: canonical_path(path) for key, (path, _) in stack.items() if path}
-
-
-def _address(tensor: Tensor) -> int:
-    storage = _storage(tensor)
-    return 0 if storage is None else int(storage._cdata)
 
 
 def _storage(tensor: Tensor) -> Any:
