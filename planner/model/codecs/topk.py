@@ -234,8 +234,8 @@ class TopK(CodecModel):
             f"{pluralize(len(buckets), 'sparse bucket')} of {len(schedule.buckets)}: "
             f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
             f"and indices from each rank; largest ratio {largest:,.4g}",
-            f"a ratio of {largest:,.4g} needs about {float(f'{steps_of_ratio(largest):.2g}'):,.0f} steps, from which on "
-            "ratio³ / steps (LAGS-SGD, Eq. 18) is at most 1; --steps limits ratios to what the training covers",
+            f"a ratio of {largest:,.4g} needs about {float(f'{steps_of_ratio(largest):.2g}'):,.0f} steps: from there "
+            "on ratio³ / steps (LAGS-SGD, Eq. 18) is at most 1; --steps limits ratios to what the training covers",
         ]
         protected = [index for index in range(problem.count) if limits[index] <= 1.0]
         if protected:

@@ -180,7 +180,7 @@ def test_layers_with_branches_are_a_graph_of_the_same_form(tmp_path: Path) -> No
     assert dot.text.count(" -> ") == 4
     assert dot.document == found.document
     for without in (None, parse_profile(usual_document())):
-        with pytest.raises(InputError, match="--profile: found .* expected the plan's profile with the inputs"):
+        with pytest.raises(InputError, match=r"--profile: found .* expected the plan's profile with the inputs"):
             export(plan, "layers-dot", without)
 
 
