@@ -198,7 +198,7 @@ class CostRecorder(TorchDispatchMode):
         self._first_layer: dict[int, str] = {}
         self._tallies: dict[str, _Tally] = {}
         self._sources = WeakKeyDictionary[torch.UntypedStorage, dict[str, None]]()
-        """By storage, the layers that its values come from."""
+        """Layers that the values of each storage come from."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(canonical_name(name))
             self.stands_for(parameter, parameter)
