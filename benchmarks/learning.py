@@ -5,10 +5,10 @@ Runs are kept as JSON lines where a file for them is given, so that a table goes
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 import runtime
+from benchmarks.resumable import kept
 from examples import charlm
 from examples.digits import ResNet20, batch, loss, test_accuracy
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -185,11 +186,6 @@ class Outcome:
     way: str
     metric: float
 
-    @property
-    def key(self) -> tuple[str, int, str]:
-        """What was run."""
-        return self.task, self.seed, self.way
-
 
 Run = TypeVar("Run", bound=Outcome)
 
@@ -203,6 +199,7 @@ def outcomes(
     scale: float,
     results: Path | None,
     ranks: int = RANKS,
+    only: str = "",
 ) -> list[Run]:
     """All tasks, seeds and ways; those that the file holds are not run again.
 
@@ -215,32 +212,19 @@ def outcomes(
         scale: times the tasks' steps.
         results: JSON lines of runs with this scale.
         ranks: that train together.
+        only: a part of the names (task, seed, way) of runs that may be trained now; others are left out if not known.
     """
-    lines = results.read_text(encoding="utf-8").splitlines() if results is not None and results.exists() else []
-    done = {one.key: one for one in (record(**json.loads(line)) for line in lines)}
-    for name in names:
-        for seed in seeds:
-            missing = [way for way in ways if (name, seed, way) not in done]
-            if missing:
-                found = run_ranks(LocalWorld(ranks=ranks), _rank, train, scale, name, seed, missing, results)[0]
-                done |= {one.key: one for one in found}
-    return [done[name, seed, way] for name in names for seed in seeds for way in ways]
+    runs = [(name, seed, way) for name in names for seed in seeds for way in ways]
+    wanted = {str(run): partial(_run, train, ranks, scale, *run) for run in runs}
+    rows = kept(results, wanted, only, lambda row: str((row["task"], row["seed"], row["way"])))
+    return [record(**{field: value for field, value in row.items() if field != "cell"}) for row in rows]
 
 
-def _rank(
-    train: Callable[[Task, int, str], Run],
-    scale: float,
-    name: str,
-    seed: int,
-    ways: Sequence[str],
-    results: Path | None,
-) -> list[Run]:
-    """Each run is kept as soon as it has ended."""
-    task = task_of(name, scale)
-    found = []
-    for way in ways:
-        found.append(train(task, seed, way))
-        if results is not None and dist.get_rank() == 0:
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found[-1])) + "\n")
-    return found
+def _run(
+    train: Callable[[Task, int, str], Run], ranks: int, scale: float, name: str, seed: int, way: str
+) -> dict[str, Any]:
+    return asdict(run_ranks(LocalWorld(ranks=ranks), _rank, train, scale, name, seed, way)[0])
+
+
+def _rank(train: Callable[[Task, int, str], Run], scale: float, name: str, seed: int, way: str) -> Run:
+    return train(task_of(name, scale), seed, way)

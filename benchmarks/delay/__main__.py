@@ -26,11 +26,13 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=accuracy.TASKS, default=list(accuracy.TASKS))
     parser.add_argument("--ways", nargs="+", choices=list(accuracy.WAYS), default=list(accuracy.WAYS))
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
+    parser.add_argument("--only", default="", help="a part of (task, seed, way): what may be trained now")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked part is replaced")
     options = parser.parse_args()
     ways = list(dict.fromkeys([accuracy.SYNCHRONOUS, *options.ways]))  # with which all others are compared
     found = outcomes(
-        accuracy.train, accuracy.Stale, options.tasks, ways, options.seeds, options.scale, options.results
+        accuracy.train, accuracy.Stale, options.tasks, ways, options.seeds, options.scale, options.results,
+        only=options.only,
     )  # fmt: skip
     text = "\n".join(accuracy.lines(found))
     print(text)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.delay.updaters import DcAsgd, LocalUpdate, local_update, sgd, train_asgd
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
+from planner.documents.text import pluralize
 from planner.model.modes.delayed import delay_spec
 from runtime.delay.delayed import Delayed
 from runtime.modes import distance_guard
@@ -102,16 +103,17 @@ def lines(outcomes: list[Stale]) -> Iterator[str]:
     yield "| task | way | metric, mean over seeds (range) | against synchronous | distance: × warm-up, share |"
     yield "| --- " * 5 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        first = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == SYNCHRONOUS)
+        whole = {o.seed: o.metric for o in outcomes if o.task == name and o.way == SYNCHRONOUS}
         for way in WAYS:
             found = [o for o in outcomes if o.task == name and o.way == way]
             if not found:
                 continue
             metrics = [o.metric for o in found]
-            mean = statistics.fmean(metrics)
+            mean, first = statistics.fmean(metrics), statistics.fmean(whole[o.seed] for o in found)
+            fewer = f" ({pluralize(len(found), 'seed')})" if len(found) < len(whole) else ""
             far = [(o.distance, o.share) for o in found if o.distance is not None and o.share is not None]
             told = " and ".join(f"{statistics.fmean(column):.3g}" for column in zip(*far, strict=True))
             yield (
-                f"| {name} | {way} | {mean:.4f} ({min(metrics):.4f} to {max(metrics):.4f}) | {mean / first - 1.0:+.2%} "
-                f"| {told} |"
+                f"| {name} | {way}{fewer} | {mean:.4f} ({min(metrics):.4f} to {max(metrics):.4f}) "
+                f"| {mean / first - 1.0:+.2%} | {told} |"
             )

@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--tasks", nargs="+", choices=accuracy.TASKS, default=list(accuracy.TASKS))
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
+    parser.add_argument("--only", default="", help="a part of (task, seed, way): what may be trained now")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalogue, for the bound")
     parser.add_argument("--job", default="benchmarks.truth.jobs:resnet18_job", help="whose steps are measured")
     parser.add_argument("--links", nargs="+", default=list(measured.LINKS), help="emulated, for measured steps")
@@ -88,7 +89,8 @@ def _trained(options: argparse.Namespace, ways: Iterable[str]) -> list[str]:
 
 def _outcomes(options: argparse.Namespace, ways: Iterable[str]) -> list[accuracy.Sampled]:
     return outcomes(
-        accuracy.train, accuracy.Sampled, options.tasks, list(ways), options.seeds, options.scale, options.results
+        accuracy.train, accuracy.Sampled, options.tasks, list(ways), options.seeds, options.scale, options.results,
+        only=options.only,
     )  # fmt: skip
 
 

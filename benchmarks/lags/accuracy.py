@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,16 @@ from runtime.core.options import ResidualUnit
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
 from runtime.sparse import guard
+from runtime.sparse.compressors import selectors
 from runtime.sparse.samples import SelectionSample
 
 TASKS = ("digits, ResNet-20", "characters, GPT", "characters, LSTM")
 
 
-LAYERS, SLGS, EQ19 = "layers", "slgs", "eq19"
-"""The density in each layer; in one bucket of all gradients; ratios by Eq. 19, up to its inverse."""
+LAYERS, SLGS, EQ19, AS_EQ19 = "layers", "slgs", "eq19", "as_eq19"
+"""The density in each layer; in one bucket of all layers; ratios by Eq. 19, up to its inverse; as many elements as
+those, in one bucket.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Way:
     """Share of the steps before it in which everything travels."""
     rule: str = LAYERS
     selector: str = "exact"
+    searches: int = selectors.SEARCHES
+    """Searches of MSTopK for a threshold, by default the paper's."""
     unit: ResidualUnit = "gradient"
 
 
@@ -54,17 +59,21 @@ FIRST_DENSE = {
 METHODS = {
     DENSE: WAYS[DENSE],
     "SLGS": Way(1 / MAX_RATIO, rule=SLGS),
+    "SLGS, as many as LAGS": Way(1 / MAX_RATIO, rule=AS_EQ19),
     "LAGS, Eq. 19": Way(1 / MAX_RATIO, rule=EQ19),
     "LAGS, residuals α·g": Way(1 / MAX_RATIO, rule=EQ19, unit="update"),
 }
 """As the paper trains them."""
 SELECTORS = {
     DENSE: WAYS[DENSE],
-    "top-k, 1 %": WAYS["1 %"],
-    "mstopk, 1 %": Way(0.01, selector="mstopk"),
-    "sampled, 1 %": Way(0.01, selector="sampled"),
+    "top-k, one bucket": Way(0.01, rule=SLGS),
+    "sampled": Way(0.01, rule=SLGS, selector="sampled"),
+    **{
+        f"mstopk, {count} searches": Way(0.01, rule=SLGS, selector="mstopk", searches=count)
+        for count in (selectors.SEARCHES, 10, 5, 3)
+    },
 }
-"""Approximate selections against the exact one."""
+"""Selections against the exact one, of all layers together."""
 ALL = {**WAYS, **FIRST_DENSE, **METHODS, **SELECTORS}
 SAMPLED_STEPS = 5
 """Steps from one sampled bucket to the next, for δ by layer."""
@@ -75,7 +84,7 @@ FEWEST_ELEMENTS = 1000
 
 
 def plan_of(model: nn.Module, way: Way = WAYS[DENSE], ratios: Mapping[str, int] | None = None) -> Plan:
-    """Return one bucket for each layer of selected elements, and the rest whole; of SLGS one for all layers.
+    """Return one bucket for each layer of selected elements, of SLGS one for all layers; the rest whole.
 
     Args:
         model: what is trained.
@@ -106,9 +115,11 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _buckets(names: list[str], way: Way, ks: Mapping[str, int]) -> Iterator[PlanBucket]:
-    if way.rule == SLGS:
+    if way.rule in (SLGS, AS_EQ19):
+        yield PlanBucket(gradients=tuple(name for name in names if name not in ks))
         spec = CompressorSpec(name="topk", selector=way.selector, density=way.density)
-        yield PlanBucket(gradients=tuple(names), collective="sparse", algorithm="flat", compressor=spec)
+        chosen = tuple(name for name in names if name in ks)
+        yield PlanBucket(gradients=chosen, collective="sparse", algorithm="flat", compressor=spec)
         return
     whole: list[str] = []
     for name in names:
@@ -140,10 +151,14 @@ def train(task: Task, seed: int, way: str) -> Sampled:
     often = chosen.rule != LAYERS  # not for ways of other parts, whose rows have the usual number of samples
     if often:
         guard.FEWEST_STEPS, guard.COST = SAMPLED_STEPS, 1.0
+    selectors.SEARCHES = chosen.searches
 
     def make_plan(model: nn.Module, _: torch.optim.Optimizer) -> Plan:
-        if chosen.rule == EQ19:
-            return plan_of(model, chosen, eq19(task, model, list(matrices(model))))
+        if chosen.rule in (EQ19, AS_EQ19):
+            candidates = matrices(model)
+            ks = eq19(task, model, list(candidates))
+            density = sum(ks.values()) / sum(candidates[name].numel() for name in ks)
+            return plan_of(model, replace(chosen, density=density), ks)
         return plan_of(model) if chosen.dense else plan_of(model, chosen)
 
     then = (chosen.dense, lambda model: plan_of(model, chosen)) if chosen.dense else None
@@ -164,10 +179,13 @@ def lines(outcomes: list[Sampled]) -> Iterator[str]:
     yield "| task | sent | metric, mean over seeds | against dense | δ, median | δ, largest | samples above 1 |"
     yield "| --- " * 7 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        dense = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == DENSE)
+        dense = {o.seed: o.metric for o in outcomes if o.task == name and o.way == DENSE}
         for way in dict.fromkeys(outcome.way for outcome in outcomes):
             found = [o for o in outcomes if o.task == name and o.way == way]
+            if not found:
+                continue
             mean = statistics.fmean(o.metric for o in found)
+            against = mean / statistics.fmean(dense[o.seed] for o in found) - 1.0
             deltas = [delta for o in found for delta in o.deltas]
             sampled = (
                 f"{statistics.median(deltas):.2f} | {max(deltas):.2f} | {sum(d > 1.0 for d in deltas)} of {len(deltas)}"
@@ -175,7 +193,7 @@ def lines(outcomes: list[Sampled]) -> Iterator[str]:
                 else " | | "
             )
             spread = f"{min(o.metric for o in found):.4f} to {max(o.metric for o in found):.4f}"
-            yield f"| {name} | {way} | {mean:.4f} ({spread}) | {mean / dense - 1.0:+.2%} | {sampled} |"
+            yield f"| {name} | {way} | {mean:.4f} ({spread}) | {against:+.2%} | {sampled} |"
 
 
 def curve_lines(outcomes: list[Sampled], way: str) -> Iterator[str]:

@@ -99,6 +99,7 @@ class Lossy:
     from_step: int | None = option(
         "Lossy plans: the first step with compressed buckets; those before it are exact (default: the first one)."
     )
+    steps: int | None = option("Lossy plans: steps of the training: --max-ratio is at most their cube root by default.")
     max_delay: int | None = option(
         "Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
     )
@@ -150,7 +151,7 @@ class Profile:
 
 DECIDING = (
     "--print-after", "--passes", "--solver", "--solver-limit", "--compress", "--max-ratio", "--max-rank", "--protect",
-    "--max-delay", "--max-period",
+    "--steps", "--max-delay", "--max-period",
 )  # fmt: skip
 """Options of `optimize` about decisions on buckets."""
 
@@ -311,7 +312,7 @@ class Export:
     """
 
     plan: str = argument(PLAN)
-    to: str = option("ddp, ddp-hook, inductor, nccl-tuner, chakra, graphml or dot.", MISSING)
+    to: str = option("ddp, ddp-hook, inductor, nccl-tuner, chakra, [layers-]graphml or [layers-]dot.", MISSING)
     profile: str | None = option("The plan's profile: checks buckets, and reports what is lost, in ms.")
     cluster: str | None = cluster_option()
     output: str | None = option("Where to write; default: print it.", None, "-o", "--output")

@@ -10,8 +10,8 @@ from planner.cli.commands import DECIDING, Optimize
 from planner.cli.options import chosen, printed_json, split_items
 from planner.decide.given import given_request
 from planner.decide.optimize import decide
-from planner.decide.phases import check_same_gradients, join_phases
-from planner.decide.plan_request import Request
+from planner.decide.phases import check_same_gradients, join_phases, phase_steps
+from planner.decide.plan_request import MAX_STEPS, Request
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import unmeasured
@@ -51,14 +51,15 @@ def _phases(asked: Optimize) -> None:
             f"several with --epochs and --steps-per-epoch, without --parallel and --from-schedule: planner optimize "
             f"A.json B.json --epochs 13,11 --steps-per-epoch 40"
         )
-    counts = [_counts("--epochs", asked.epochs), _counts("--steps-per-epoch", asked.steps_per_epoch)]
-    check_same_gradients([find_profile(name) for name in (asked.profile, *asked.more)])
-    names = ("cluster", "accuracy", "max_memory_mib")
-    plans = [
-        _buckets(asked, {"profile": profile, **{name: getattr(asked, name) for name in names}})
-        for profile in (asked.profile, *asked.more)
-    ]
-    plan = join_phases(plans, *counts)
+    profiles = (asked.profile, *asked.more)
+    epochs, per_epoch = _counts("--epochs", asked.epochs), _counts("--steps-per-epoch", asked.steps_per_epoch)
+    steps = min(MAX_STEPS, sum(phase_steps(len(profiles), epochs, per_epoch)))
+    check_same_gradients([find_profile(name) for name in profiles])
+    common = {name: getattr(asked, name) for name in ("cluster", "accuracy", "max_memory_mib")}
+    if asked.accuracy != "exact" and asked.lossy.steps is None:
+        common["steps"] = steps
+    plans = [_buckets(asked, {"profile": profile, **common}) for profile in profiles]
+    plan = join_phases(plans, epochs, per_epoch)
     plan.save(asked.output)
     if not printed_json(plan.to_document):
         console = make_console()

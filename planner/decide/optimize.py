@@ -56,6 +56,7 @@ def optimize(
     max_rank: int | None = None,
     protect: str | None = None,
     from_step: int | None = None,
+    steps: int | None = None,
     max_delay: int | None = None,
     max_period: int | None = None,
     max_memory_mib: float | None = None,
@@ -89,6 +90,8 @@ def optimize(
             and normalization layers; with `none` among them, those are not protected.
         from_step: for lossy plans, the first step with compressed buckets: those before it are exact, in the same
             buckets. Default: the first one. With a delay, which has such steps of its own, it changes nothing.
+        steps: for lossy plans, steps of the training: the default of `max_ratio` is at most their cube root, from which
+            on LAGS-SGD's bound (Eq. 18) does not cover it.
         max_delay: for relaxed plans, the largest k, the number of steps from one pull of new weights to the next;
             default: 4.
         max_period: for relaxed plans with `outer` allowed, the largest H, the number of local steps between two

@@ -28,17 +28,10 @@ def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: S
     Raises:
         InputError: the numbers do not fit each other; the plans are of different models or numbers of ranks.
     """
-    each = list(steps_per_epoch) * len(plans) if len(steps_per_epoch) == 1 else list(steps_per_epoch)
-    for option, values in (("--epochs", epochs), ("--steps-per-epoch", each)):
-        if len(values) != len(plans) or min(values, default=0) < 1:
-            raise InputError(
-                f"{option}: found {','.join(map(str, values))} for {pluralize(len(plans), 'profile')}, expected a "
-                f"whole number from 1 for each, such as {','.join(['10'] * len(plans))}"
-            )
     for number, plan in enumerate(plans):
         if problem := phase_problem(plan, number, plans[0], plans[0].world.ranks):
             raise InputError(f"profile {number + 1}: {problem}")
-    steps = [count * per for count, per in zip(epochs, each, strict=True)]
+    steps = phase_steps(len(plans), epochs, steps_per_epoch)
     ends = list(accumulate(steps))
     times = [_phase_time(plan, end - count, end) for plan, count, end in zip(plans, steps, ends, strict=True)]
     return Plan(
@@ -53,6 +46,18 @@ def join_phases(plans: Sequence[Plan], epochs: Sequence[int], steps_per_epoch: S
         predicted=Prediction(iteration_us=sum(time_us for time_us, _ in times) / ends[-1]),
         notes=tuple(phase_lines(plans, epochs, steps, times)),
     )
+
+
+def phase_steps(phases: int, epochs: Sequence[int], steps_per_epoch: Sequence[int]) -> list[int]:
+    """Return the steps of each phase. Raises InputError as `join_phases`."""
+    each = list(steps_per_epoch) * phases if len(steps_per_epoch) == 1 else list(steps_per_epoch)
+    for option, values in (("--epochs", epochs), ("--steps-per-epoch", each)):
+        if len(values) != phases or min(values, default=0) < 1:
+            raise InputError(
+                f"{option}: found {','.join(map(str, values))} for {pluralize(phases, 'profile')}, expected a whole "
+                f"number from 1 for each, such as {','.join(['10'] * phases)}"
+            )
+    return [count * per for count, per in zip(epochs, each, strict=True)]
 
 
 def check_same_gradients(profiles: Sequence[Profile]) -> None:

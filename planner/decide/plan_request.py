@@ -43,6 +43,7 @@ LOSSY_OPTIONS: dict[str, tuple[Accuracy, Callable[[Any], object]]] = {
     "max_rank": ("bounded", check_max_rank),
     "protect": ("bounded", str),
     "from_step": ("bounded", lambda step: check_count(step, "--from-step", "steps", MAX_STEPS)),
+    "steps": ("bounded", lambda steps: check_count(steps, "--steps", "steps", MAX_STEPS)),
     "max_delay": ("relaxed", check_max_delay),
     "max_period": ("relaxed", check_max_period),
 }
@@ -73,6 +74,7 @@ class Request:
     max_rank: int | None = None
     protect: str | None = None
     from_step: int | None = None
+    steps: int | None = None
     max_delay: int | None = None
     max_period: int | None = None
     max_memory_mib: float | None = None

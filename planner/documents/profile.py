@@ -322,6 +322,8 @@ class Layer(Record):
     grad_input_us: TimeUs | None = None
     grad_weight_us: TimeUs | None = None
     parameters: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] | None = None
+    """Names of layers before it whose outputs it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -603,8 +605,8 @@ class Profile(Document):
         return super().parse(record, where)
 
     def problem(self, path: str) -> str | None:
-        """Return what is wrong if other ranks were timed than there are; raise InputError if local updaters were
-        measured of other layers than the gradients'.
+        """Return what is wrong if other ranks were timed than there are, or a layer reads one that is not before it;
+        raise InputError if local updaters were measured of other layers than the gradients'.
 
         Args:
             path: JSON path of the profile, which the message begins with.
@@ -615,6 +617,11 @@ class Profile(Document):
                 f"{path}.compute.by_rank: found the times of {len(timed)} ranks, expected those of the "
                 f"{self.world.ranks} in world.ranks; {CURE}"
             )
+        known: set[str] = set()
+        for index, layer in enumerate(self.layers or ()):
+            if odd := sorted({*(layer.inputs or ())} - known):
+                return f"{path}.layers[{index}].inputs: found {odd[0]!r}, expected names of layers before it; {CURE}"
+            known.add(layer.name)
         if self.local_async is not None:
             layers = [gradient.layer for gradient in self.compute.gradients]
             self.local_async.check(layers, f"{path}.local_async", CURE)
@@ -638,7 +645,8 @@ def load_profile(path: str | Path) -> Profile:
 
     Raises:
         InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
-            backward's parts, of layers that are none; contention of gathers alone.
+            backward's parts, of layers that are none; inputs of a layer that are not before it; contention of gathers
+            alone.
     """
     return Profile.load(path)
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from planner.documents.profile import Layer
 from runtime.errors import InputError
 from runtime.plan import Plan
 
@@ -235,6 +236,19 @@ def _backward_parts(backward: Task, tasks: Iterable[Task]) -> list[tuple[float, 
         (start_us, end_us, Node(f"backward part {number}", COMPUTE, end_us - start_us, None))
         for number, (start_us, end_us) in enumerate(places)
     ]
+
+
+def layer_graph(layers: Iterable[Layer]) -> StepGraph | None:
+    """Return a model's layers as a graph of tasks, of their kind and with the time of their forward and backward: edges
+    lead to the layers that read their outputs. None where no layer has inputs.
+    """
+    graph, nodes = _networkx().DiGraph(), dict[str, Node]()
+    for layer in layers:
+        times_us = (layer.forward_us, layer.grad_input_us, layer.grad_weight_us)
+        node = nodes[layer.name] = Node(layer.name or "(model)", layer.kind, sum(us or 0.0 for us in times_us), None)
+        graph.add_node(node)
+        graph.add_edges_from((nodes[name], node) for name in layer.inputs or ())
+    return StepGraph(graph) if graph.edges else None
 
 
 def plan_graph(plan: Plan) -> StepGraph | None:

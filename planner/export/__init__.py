@@ -17,7 +17,7 @@ from planner.export.ddp import to_ddp
 from planner.export.ddp_hook import to_ddp_hook
 from planner.export.inductor import to_inductor
 from planner.export.nccl_tuner import to_nccl_tuner
-from planner.export.step_graphs import to_dot, to_graphml
+from planner.export.step_graphs import layers_to_dot, layers_to_graphml, to_dot, to_graphml
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 from runtime.plan import Plan, check_has_buckets, load_plan
@@ -29,6 +29,8 @@ EXPORTERS: Mapping[str, Callable[[Plan, Problem | None], Export]] = {
     "dot": to_dot,
     "graphml": to_graphml,
     "inductor": to_inductor,
+    "layers-dot": layers_to_dot,
+    "layers-graphml": layers_to_graphml,
     "nccl-tuner": to_nccl_tuner,
 }
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ class LayerCost:
     """Operations for the gradients of its inputs; 0 where nothing before it needs a gradient."""
     grad_weight_flops: float
     """Operations for the gradients of its weights; 0 where they are frozen."""
+    inputs: tuple[str, ...] = ()
+    """Names of the layers before it whose outputs it reads, as they are or through operations of no layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,7 @@ def split_backward(
             grad_input_us=halves[0],
             grad_weight_us=halves[1],
             parameters=layer.parameters,
+            inputs=layer.inputs or None,
         )
         for layer, halves in zip(layers, _backward_halves(layers, layer_backward_us), strict=True)
     )
@@ -162,10 +166,13 @@ _BUFFER = 0
 class _Tally:
     """Running sums of one layer, each [forward, grad_input, grad_weight] FLOPs."""
 
+    place: int
+    """Number of layers that were used before it."""
     products: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
     elementwise: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
     """A sum of its own, dropped if there are products: whether a bias is added by its own operation depends on
     strides."""
+    inputs: dict[str, None] = field(default_factory=dict)
     output_bytes: float = 0.0
     attention: bool = False
 
@@ -190,6 +197,8 @@ class CostRecorder(TorchDispatchMode):
         self._alive: list[object] = []
         self._first_layer: dict[int, str] = {}
         self._tallies: dict[str, _Tally] = {}
+        self._sources = WeakKeyDictionary[torch.UntypedStorage, dict[str, None]]()
+        """Layers that the values of each storage come from."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(canonical_name(name))
             self.stands_for(parameter, parameter)
@@ -230,7 +239,9 @@ class CostRecorder(TorchDispatchMode):
         elif owners or "pool" in str(op):
             flops = float(sum(value.numel() for value in tensors_in(result)[:1]))
             needed = [role for value, role in zip(inputs, roles, strict=True) if value.requires_grad]
-            self._use(owners, result).elementwise += flops, flops * (None in needed), flops * any(needed)
+            self._use(owners, inputs, result).elementwise += flops, flops * (None in needed), flops * any(needed)
+        else:
+            self._write(result, self._read(inputs))
 
     def _add_product(self, op: str, flops: float, args: tuple[Any, ...], owners: list[int], result: Any) -> None:
         operands = _multiplied(op, args)
@@ -239,11 +250,11 @@ class CostRecorder(TorchDispatchMode):
         # Each operand's gradient is one more product of the same size; attention's two products have three operands.
         grad_input = flops * min(2, sum(value.requires_grad for value in inputs))
         grad_weight = flops * any(value.requires_grad for value in weights)
-        tally = self._use(owners, result)
+        tally = self._use(owners, tensors_in(args), result)
         tally.attention |= "attention" in op
         tally.products += flops, grad_input, grad_weight
 
-    def _use(self, owners: list[int], result: Any) -> _Tally:
+    def _use(self, owners: list[int], inputs: list[Tensor], result: Any) -> _Tally:
         """Return the tally of the layer that an operation on these parameters belongs to."""
         homes = []
         for owner in owners:
@@ -251,9 +262,24 @@ class CostRecorder(TorchDispatchMode):
             homes.append(self.path if self.path in layers else layers[0])
             self._first_layer.setdefault(owner, homes[-1])
         layer = self.path if self.path in homes or not homes else homes[-1]
-        tally = self._tallies.setdefault(layer, _Tally())
+        tally = self._tallies.setdefault(layer, _Tally(len(self._tallies)))
+        later: dict[str, None] = {}  # layers behind one that is called again, which whoever reads its output reads, too
+        for name in self._read(inputs):
+            (tally.inputs if self._tallies[name].place < tally.place else later)[name] = None
+        self._write(result, {layer: None, **later})
         tally.output_bytes += tensor_bytes(tensors_in(result)[:1])
         return tally
+
+    def _read(self, values: Sequence[Tensor]) -> dict[str, None]:
+        """Return the layers that values come from."""
+        found = (self._sources.get(storage, {}) for value in values if (storage := _storage(value)) is not None)
+        return {name: None for sources in found for name in sources}
+
+    def _write(self, values: Any, sources: dict[str, None]) -> None:
+        """Note the layers that values come from."""
+        for value in tensors_in(values):
+            if (storage := _storage(value)) is not None:
+                self._sources[storage] = sources
 
     def _own(self, tensor: Tensor, owner: int, start: float, end: float) -> None:
         if (storage := _storage(tensor)) is not None:
@@ -275,7 +301,7 @@ class CostRecorder(TorchDispatchMode):
         return tuple(self._cost(name, tuple(owned.get(name, ()))) for name in dict.fromkeys([*self._tallies, *owned]))
 
     def _cost(self, name: str, parameters: tuple[str, ...]) -> LayerCost:
-        tally = self._tallies.get(name, _Tally())
+        tally = self._tallies.get(name, _Tally(0))
         flops, grad_input, grad_weight = (tally.products if tally.products[0] else tally.elementwise).tolist()
         kind = _kind(self._modules.get(name.partition(".parametrizations.")[0]))
         return LayerCost(
@@ -286,6 +312,7 @@ class CostRecorder(TorchDispatchMode):
             parameters=parameters,
             grad_input_flops=grad_input,
             grad_weight_flops=grad_weight,
+            inputs=tuple(tally.inputs),
         )
 
 

@@ -38,13 +38,9 @@ _BIAS = re.compile(r"(.*[._])?bias(_.*)?")
 _NORM = re.compile(r"(.*[._0-9])?(bn|ln|norm|layernorm|batchnorm|groupnorm|rmsnorm)[_0-9a-z]*")
 
 
-USUAL_STEPS = 100_000
-"""Steps of a run for which a ratio is named."""
-
-
 def steps_of_ratio(ratio: float) -> float:
     """Return the number of steps T from which on c_max³/T, the second term of LAGS-SGD's convergence bound (Eq. 18), is
-    at most 1: before, the ratio c_max bounds the convergence and not the first term, 1/√T.
+    at most 1, constants aside: T of fewer steps does not cover the ratio c_max.
     """
     return ratio**3
 
@@ -78,7 +74,7 @@ class Limits:
         return cls(np.ones(problem.count), np.ones(problem.count, dtype=np.bool_))
 
 
-def make_limits(problem: Problem, max_ratio: float | None = None, protect: str = "") -> Limits:
+def make_limits(problem: Problem, max_ratio: float | None = None, protect: str = "", steps: int = 0) -> Limits:
     """Return the limits that `ratio_limits` says; what `protect` names, and what is of another dtype than those that
     are added up in float32, keeps its dtype. Biases and norms do not: rounding costs them no more than others.
 
@@ -90,21 +86,22 @@ def make_limits(problem: Problem, max_ratio: float | None = None, protect: str =
         gradient.dtype not in NARROWED or any(fnmatchcase(gradient.name, pattern) for pattern in named)
         for gradient in gradients
     ]
-    return Limits(ratio_limits(problem, max_ratio, protect), np.array(whole, dtype=np.bool_))
+    return Limits(ratio_limits(problem, max_ratio, protect, steps), np.array(whole, dtype=np.bool_))
 
 
 def _patterns(protect: str) -> list[str]:
     return [pattern.strip() for pattern in protect.split("|") if pattern.strip()]
 
 
-def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str = "") -> Floats:
+def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str = "", steps: int = 0) -> Floats:
     """Return the largest ratio of each gradient's elements to those sent; 1 where it is sent whole.
 
     Args:
         problem: the step.
-        max_ratio: for all layers; default: 1000, and 250 for recurrent and embedding layers.
+        max_ratio: for all layers; default: 1000, and 250 for recurrent and embedding layers, or less by `steps`.
         protect: patterns of names that are protected too, separated by `|`, such as `fc.*|*.embed.weight`; with `none`
             among them biases and normalization layers are not.
+        steps: steps of the training, which limit the default to what they cover; 0: not known.
 
     Raises:
         InputError: a ratio below 1, or a pattern that no name matches.
@@ -116,6 +113,7 @@ def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str 
     else:
         sensitive = [kinds.get(index) in SENSITIVE_KINDS for index in range(problem.count)]
         limits = np.where(sensitive, SENSITIVE_MAX_RATIO, DEFAULT_MAX_RATIO)
+        limits = np.minimum(limits, ratio_of_steps(steps)) if steps else limits
     patterns = _patterns(protect)
     if NONE not in patterns:
         limits[[*_small(problem, kinds)]] = 1.0

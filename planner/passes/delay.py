@@ -58,6 +58,8 @@ class Delay(Pass):
     """Names that are pushed whole, as for `joint`."""
     compress: str = ""
     """Names of encodings, as for `joint`; unless it allows selected elements, all are pushed."""
+    steps: int = 0
+    """Steps of the training, as for `joint`."""
 
     @property
     def codecs(self) -> Codecs:
@@ -103,7 +105,7 @@ class Delay(Pass):
         if problem.ranks == 1 or (problem.cost.cluster.ranks_per_node > 1 and problem.node_costs is None):
             return ()
         options = push_bucketings(problem, schedule)
-        limits = ratio_limits(problem, self.max_ratio or None, self.protect)
+        limits = ratio_limits(problem, self.max_ratio or None, self.protect, self.steps)
         selected = None
         if TopK in self.codecs:
             selected = best_selected(

@@ -72,6 +72,8 @@ class Joint(Pass):
     """Allowed encodings: names of `COMPRESS` separated by `|`; by default `wire`, which costs the least accuracy."""
     max_rank: int = 0
     """The largest rank of products in place of matrices; 0: 4."""
+    steps: int = 0
+    """Steps of the training, which limit ratios where `max_ratio` is 0; 0: not known."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
         """Return the schedule of the least compression within 2 % of the best one; never worse than the one given."""
@@ -90,7 +92,7 @@ class Joint(Pass):
         return [form for codec in LOSSY if codec in self.codecs for form in codec.forms(problem, limits, steps)]
 
     def _limits(self, problem: Problem) -> Limits:
-        return make_limits(problem, self.max_ratio or None, self.protect)
+        return make_limits(problem, self.max_ratio or None, self.protect, self.steps)
 
     @property
     def codecs(self) -> Codecs:

@@ -29,6 +29,8 @@ class Sparsify(Pass):
     """The largest ratio of elements to those that are sent; 0: 1000, and 250 for recurrent and embedding layers."""
     protect: str = ""
     """Names that are sent whole, as patterns separated by `|`; with `none`, biases and norms need not."""
+    steps: int = 0
+    """Steps of the training, as for `joint`."""
 
     @property
     def codecs(self) -> Codecs:
@@ -36,9 +38,8 @@ class Sparsify(Pass):
 
     def apply(self, schedule: Schedule, problem: Problem) -> Candidate:
         """Return Eq. 19's layers, merged for the shortest step, where that is shorter than the schedule given."""
-        frontier = Joint(max_ratio=self.max_ratio, protect=self.protect, compress=TopK.option).frontier(
-            schedule, problem
-        )
+        every = Joint(max_ratio=self.max_ratio, protect=self.protect, compress=TopK.option, steps=self.steps)
+        frontier = every.frontier(schedule, problem)
         found = merge_layers(problem, layer_wise(problem, frontier.limits, by_layer=True))
         shorter = step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE)
         return Candidate(schedule=found if shorter else schedule, frontier=frontier)

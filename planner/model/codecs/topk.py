@@ -27,15 +27,7 @@ from planner.model.codecs.codec import (
     Steps,
     prefix_sums,
 )
-from planner.model.compression import (
-    USUAL_STEPS,
-    Limits,
-    ratio_of_steps,
-    segments,
-    selected,
-    shard_elements,
-    steps_of_ratio,
-)
+from planner.model.compression import Limits, segments, selected, shard_elements, steps_of_ratio
 from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.pages import page
@@ -242,9 +234,8 @@ class TopK(CodecModel):
             f"{pluralize(len(buckets), 'sparse bucket')} of {len(schedule.buckets)}: "
             f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
             f"and indices from each rank; largest ratio {largest:,.4g}",
-            f"a ratio of {largest:,.4g} needs about {steps_of_ratio(largest):,.2g} steps: Eq. 18 of LAGS-SGD has a "
-            f"term of ratio³ / steps; in {USUAL_STEPS:,} steps it is below 1 with --max-ratio "
-            f"{ratio_of_steps(USUAL_STEPS):.0f}",
+            f"a ratio of {largest:,.4g} needs about {float(f'{steps_of_ratio(largest):.2g}'):,.0f} steps: from there "
+            "on ratio³ / steps (LAGS-SGD, Eq. 18) is at most 1; --steps limits ratios to what the training covers",
         ]
         protected = [index for index in range(problem.count) if limits[index] <= 1.0]
         if protected:

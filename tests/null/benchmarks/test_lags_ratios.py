@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from benchmarks.lags.accuracy import matrices
+from benchmarks.lags.accuracy import METHODS, _buckets, matrices
 from benchmarks.lags.ratios import MAX_RATIO, eq19, problem_of
 from benchmarks.learning import tasks
 from planner.model.compression import ratio_of_steps, steps_of_ratio
+from runtime.checks.plan import trainable_parameters
 from runtime.plan.transports import FLAT
 
 
@@ -38,6 +39,21 @@ def test_every_message_hides_or_has_the_largest_ratio() -> None:
             assert gather.time_us(k, 0.0) <= budget_us * (1.0 + 1e-9)
             assert gather.time_us(k + 1, 0.0) > budget_us
     assert hidden
+
+
+def test_slgs_and_lags_send_the_same_gradients_whole() -> None:
+    task = next(task for task in tasks() if task.name == "characters, LSTM")
+    model = task.model()
+    names, ks = list(reversed(trainable_parameters(model))), eq19(task, model, list(matrices(model)))
+    assert ks.keys() <= matrices(model).keys()
+    whole, sent = [], []
+    for name in ("LAGS, Eq. 19", "SLGS, as many as LAGS"):
+        buckets = list(_buckets(names, METHODS[name], ks))
+        assert sorted(gradient for bucket in buckets for gradient in bucket.gradients) == sorted(names)
+        whole.append({g for bucket in buckets if bucket.compressor.name == "none" for g in bucket.gradients})
+        sent.append(sum(bucket.compressor.name != "none" for bucket in buckets))
+    assert whole[0] == whole[1] == {*names} - ks.keys()
+    assert sent == [len(ks), 1]
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(1.0, 1.0), (10.0, 1e3), (1000.0, 1e9)])

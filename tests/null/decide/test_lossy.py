@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -421,3 +422,23 @@ def test_on_one_rank_sparse_buckets_have_nothing_to_send() -> None:
     plan = optimize(profile, accuracy="bounded", passes="merge,topology,sparsify{max_ratio=50}")
     assert plan.accuracy == "bounded"
     assert all("nothing to send" in (bucket.reason or "") for bucket in plan.buckets)
+
+
+def test_steps_of_the_training_limit_the_default_ratio() -> None:
+    """Eq. 18 of LAGS-SGD: a ratio c needs c³ steps."""
+
+    def made(**options: Any) -> Plan:
+        return optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse", **options)
+
+    assert written(made(steps=8000)) == written(made(max_ratio=20.0))
+    assert written(made(steps=8000, max_ratio=100.0)) == written(made(max_ratio=100.0))
+    assert written(made(steps=10**9)) == written(made())
+    found = re.search(r"a ratio of ([0-9.]+) needs about ([0-9,]+) steps", " ".join(made(steps=8000).notes))
+    assert found is not None
+    assert 1.0 < float(found[1]) <= 20.0
+    assert int(found[2].replace(",", "")) == pytest.approx(float(found[1]) ** 3, rel=0.05)
+    by_pass = made(passes="merge,sparsify{steps=8000}").frontier
+    assert by_pass is not None
+    assert by_pass[-1].max_ratio == 20.0
+    with pytest.raises(InputError, match="--steps: found 0, expected a whole number of steps"):
+        made(steps=0)

@@ -62,6 +62,21 @@ def test_one_plan_of_three_profiles(tmp_path: Path, capsys: pytest.CaptureFixtur
         explain(output, None, {"--trace": str(tmp_path / "trace.json")})
 
 
+def test_ratios_are_limited_by_the_steps_of_all_phases(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.json", slower(number)) for number in (1, 2)]
+    output = str(tmp_path / "plan.json")
+    sparse = ("--accuracy", "bounded", "--compress", "sparse", "-o", output)
+    run("optimize", *paths, "--epochs", "3,1", "--steps-per-epoch", "2000", *sparse)
+    for phase, path in zip(load_plan(output).phases or (), paths, strict=True):
+        alone = optimize(path, accuracy="bounded", compress="sparse", steps=8000)
+        assert phase.plan.to_document() == alone.to_document()
+        assert phase.plan.frontier is not None
+        assert phase.plan.frontier[-1].max_ratio == 20.0
+    run("optimize", *paths, "--epochs", "3,1", "--steps-per-epoch", "2000", "--steps", "1000", *sparse)
+    limits = [max(point.max_ratio for point in each.plan.frontier or ()) for each in load_plan(output).phases or ()]
+    assert limits == [10.0, 10.0]
+
+
 def from_phases(path: str) -> None:
     from planner.export import export
 

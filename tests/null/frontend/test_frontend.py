@@ -179,6 +179,37 @@ def test_module_called_twice_and_module_not_called(method: str) -> None:
     assert (spare.name, spare.flops, spare.parameters) == ("spare", 0, ("spare.weight", "spare.bias"))
 
 
+class Branches(nn.Module):
+    """Two branches as in an Inception block, and a connection around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (inside, outside) in {"stem": (3, 4), "left": (4, 4), "right": (4, 4), "after": (4, 4)}.items():
+            self.add_module(name, nn.Conv2d(inside, outside, 3, padding=1))
+        self.join, self.out = nn.Conv2d(8, 4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        y = torch.cat([self.left(x), self.after(torch.relu_(self.right(x)))], 1)
+        return self.out((self.join(y) + x).mean((2, 3)))
+
+
+def test_branches_and_connections_around_layers(method: str) -> None:
+    layers = by_name(traced(Branches(), torch.randn(2, 3, 5, 5)))
+    assert {name: layer.inputs for name, layer in layers.items()} == {
+        "stem": (), "left": ("stem",), "right": ("stem",), "after": ("right",), "join": ("left", "after"),
+        "out": ("join", "stem"),
+    }  # fmt: skip
+    assert [layer.inputs for layer in traced(Attention(), torch.randn(2, 5, 8)).layers] == [(), ("qkv",)]
+
+
+def test_a_layer_that_is_called_again_reads_what_is_before_it_alone(method: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
+    model.forward = lambda x: model["c"](model["a"](model["b"](model["a"](x))))
+    layers = by_name(traced(model, torch.randn(3, 4)))
+    assert {name: layer.inputs for name, layer in layers.items()} == {"a": (), "b": ("a",), "c": ("a", "b")}
+
+
 def identities(model: nn.Module) -> list[object]:
     """Every attribute of every module, and what is in those that are containers (hooks, buffers, …), by identity."""
 

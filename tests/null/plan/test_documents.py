@@ -63,6 +63,8 @@ def changed(document: Any, place: str, value: Any) -> Any:
 
 
 WRONG_VALUES = [
+    ("profile", "layers", [{"name": "a", "kind": "conv", "flops": 1.0, "activation_bytes": 1.0, "inputs": ["a"]}],
+     "$.layers[0].inputs: found 'a', expected names of layers before it"),
     ("profile", "compute.forward_us", -1, "$.compute.forward_us: found -1, expected greater than or equal to 0"),
     ("profile", "compute.forward_us", "fast", '$.compute.forward_us: found "fast", expected a valid number'),
     ("profile", "compute.forward_us", True, "$.compute.forward_us: found true, expected a valid number"),

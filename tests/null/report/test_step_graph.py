@@ -8,11 +8,11 @@ from pathlib import Path
 import networkx as nx
 import numpy as np
 import pytest
-from builders import line_problem, random_problem, run, usual_cluster, usual_profile
+from builders import line_problem, random_problem, run, usual_cluster, usual_document, usual_profile
 
 from planner import optimize
 from planner.decide.strategies import make_schedule
-from planner.documents.profile import Cluster, Link, SelectionLine
+from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.emit.step_graph import StepGraph, plan_graph, step_graph
 from planner.export import export
 from planner.ir import Schedule
@@ -156,6 +156,32 @@ def test_exports_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "bare.json").write_text(json.dumps(bare))
     with pytest.raises(InputError, match="found no timeline of one step, expected"):
         export(tmp_path / "bare.json", "dot")
+
+
+def test_layers_with_branches_are_a_graph_of_the_same_form(tmp_path: Path) -> None:
+    inputs = {"stem": None, "left": ["stem"], "right": ["stem"], "join": ["left", "right"]}
+    times_us = {"stem": 5.0, "left": 10.0, "right": 30.0, "join": 2.0}
+    document = usual_document()
+    document["layers"] = [
+        {"name": name, "kind": "conv", "flops": 1.0, "activation_bytes": 1.0, "forward_us": times_us[name],
+         "grad_weight_us": times_us[name], **({"inputs": of} if of else {})}
+        for name, of in inputs.items()
+    ]  # fmt: skip
+    profile = parse_profile(document)
+    plan = optimize(profile, usual_cluster())
+    found = export(plan, "layers-graphml", profile)
+    (tmp_path / "layers.graphml").write_text(found.text)
+    read = nx.read_graphml(tmp_path / "layers.graphml")
+    assert {(a, b) for a, b in read.edges} == {(name, after) for after, of in inputs.items() for name in of or ()}
+    assert {name: of["slack_us"] for name, of in read.nodes.items()} == {"stem": 0, "left": 40, "right": 0, "join": 0}
+    assert "3 of 4 layers are on the critical path, with 0.074 of 0.094 ms" in found.notes[0]
+    dot = export(plan, "layers-dot", profile)
+    assert dot.text.startswith("digraph layers {")
+    assert dot.text.count(" -> ") == 4
+    assert dot.document == found.document
+    for without in (None, parse_profile(usual_document())):
+        with pytest.raises(InputError, match=r"--profile: found .* expected the plan's profile with the inputs"):
+            export(plan, "layers-dot", without)
 
 
 def test_explain_shows_slack_and_the_critical_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
