@@ -94,8 +94,7 @@ def _check(request: Request, text: ScheduleText, path: str) -> None:
             accuracy=accuracy,
             elements=problem.layer_elements,
             norms=norms,
-            matrices=matrix_count(problem),
-            node_ranks=node_ranks(problem),
+            matrices=(matrix_count(problem), node_ranks(problem)),
         )
     except VerifyError as error:
         named = re.findall(r"\bbucket ([0-9]+)", str(error))  # the verifier names buckets by position

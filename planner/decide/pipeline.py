@@ -86,7 +86,7 @@ def run_passes(
     """
     check = partial(
         verify, dtype_ids=problem.dtype_ids.tolist(), accuracy=accuracy, elements=problem.layer_elements,
-        norms=(len(problem.norm_layers), problem.ranks), matrices=matrix_count(problem), node_ranks=node_ranks(problem),
+        norms=(len(problem.norm_layers), problem.ranks), matrices=(matrix_count(problem), node_ranks(problem)),
     )  # fmt: skip
     check(schedule)
     found = Candidate(schedule=schedule)

@@ -140,8 +140,7 @@ def simulate(
                 problem.dtype_ids.tolist(),
                 accuracy=accuracy_of(strategy),
                 norms=(len(problem.norm_layers), problem.ranks),
-                matrices=matrix_count(problem),
-                node_ranks=node_ranks(problem),
+                matrices=(matrix_count(problem), node_ranks(problem)),
             )
             result = _simulation(problem, schedule, strategy, change, critical_path)
             if solved:

@@ -1,4 +1,4 @@
-"""Who waits for whom: tables of ranks at the messages of a step, for the terminal and for pages."""
+"""Write tables of who waits for whom at the messages of a step, for the terminal and for pages."""
 
 from __future__ import annotations
 

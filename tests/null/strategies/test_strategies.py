@@ -67,7 +67,7 @@ def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
     has = {"matrices": name.startswith("lowrank"), "operator": name.startswith("operators")}
     problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention, **has))
     schedule = make_schedule(problem, name)
-    norms, matrices = (len(problem.norm_layers), problem.ranks), matrix_count(problem)
+    norms, matrices = (len(problem.norm_layers), problem.ranks), (matrix_count(problem), 0)
     verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name), norms=norms, matrices=matrices)
     assert make_schedule(problem, name) == schedule
     assert parse_schedule(str(schedule)) == schedule
