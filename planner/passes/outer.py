@@ -5,7 +5,7 @@ fragments, whose messages take least longer than t steps; t is the smallest numb
 of the shortest. H is the smallest whose predicted step is within 2 % of one without communication between workers, for
 fewer local steps harm less; 8 bits are taken where they allow a smaller H, or make the step shorter where no H is
 sufficient. Workers are nodes, if these have several ranks; ranks, which are more workers, have to make the step 2 %
-shorter. Asks the cost model for all-reduces of ranges of gradients, and both halves of them inside and between nodes.
+shorter. Asks the cost model for all-reduces of ranges of gradients, and for their halves inside and between nodes.
 """
 
 from __future__ import annotations

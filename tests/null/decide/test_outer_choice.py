@@ -22,6 +22,7 @@ from planner.model.problem import Problem
 from planner.passes.outer import Outer
 from planner.strategies import diloco
 from runtime.errors import InputError
+from runtime.plan import parse_plan
 
 ROWS = [(400_000, 120.0), (400_000, 80.0), (400_000, 60.0), (400_000, 40.0)]
 COMPUTE_US = 100.0 + 300.0 + 40.0
@@ -140,6 +141,8 @@ def test_ranks_are_workers_only_where_that_saves_enough(cluster: dict[str, Any],
     assert plan.fallback.world.nodes == cluster["nodes"]
     assert any(why in note for note in plan.notes)
     assert plan.to_document() == again.to_document()
+    assert parse_plan(plan.to_document()) == plan
+    assert plan.outer.problem_in(plan.buckets) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
