@@ -22,8 +22,7 @@ def verify(
     accuracy: str = "exact",
     elements: Elements | None = None,
     norms: tuple[int, int] = (0, 1),
-    matrices: int = 0,
-    node_ranks: int = 0,
+    matrices: tuple[int, int] = (0, 0),
 ) -> None:
     """Check the invariants of a schedule.
 
@@ -34,8 +33,7 @@ def verify(
             weights of ranks differ.
         elements: where given, what buckets select is checked against what their layers have.
         norms: the number of layers whose norms the optimizer needs, and of ranks.
-        matrices: the number of matrices with an operator.
-        node_ranks: see `planner.model.operator_costs.node_ranks`.
+        matrices: the number of matrices with an operator, and of ranks of a node that can share them among themselves.
 
     Raises:
         VerifyError: the mode is riskier than allowed, has a defect, or does not go with a bucket or with shared norms
@@ -49,7 +47,7 @@ def verify(
         raise VerifyError(f"{mode}: {defect}")
     if ACCURACIES.index(mode.accuracy) > ACCURACIES.index(accuracy):
         raise VerifyError(f"{mode}: that is {mode.accuracy}, but the plan has to be {accuracy}")
-    _check_update(schedule, norms, matrices, node_ranks)
+    _check_update(schedule, norms, matrices)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
         if not bucket.gradients:
@@ -78,7 +76,7 @@ def verify(
         raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
 
 
-def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: int, node_ranks: int) -> None:
+def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: tuple[int, int]) -> None:
     mode = schedule.mode.name
     if schedule.norms is not None:
         _check_norms(mode, schedule.norms, *norms)
@@ -86,7 +84,7 @@ def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: int, nod
         return
     if (reason := reason_against(mode, SHARED_OPERATOR)) is not None:
         raise VerifyError(f"operators are shared, but {reason}")
-    if (wrong := operators_defect(schedule.operators, matrices, norms[1], node_ranks)) is not None:
+    if (wrong := operators_defect(schedule.operators, matrices, norms[1])) is not None:
         raise VerifyError(wrong)
 
 

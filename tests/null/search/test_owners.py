@@ -76,7 +76,7 @@ def check_against_every_choice(costs: OperatorCosts) -> OperatorShares | None:
     assert found.update_us >= least_us * (1.0 - 1e-9)
     if found.shares is not None:
         assert found.update_us == costs.update(found.shares).update_us
-        assert defect(found.shares, costs.count, costs.ranks, costs.scopes[-1][0]) is None
+        assert defect(found.shares, (costs.count, costs.scopes[-1][0]), costs.ranks) is None
     return found.shares
 
 
@@ -183,7 +183,7 @@ def test_between_slow_links_owners_are_ranks_of_each_node() -> None:
     assert parse_schedule(str(best)) == best
     odd = replace(best, operators=OperatorShares((2, *[-1] * 7), ((0,),), (0,)))
     with pytest.raises(VerifyError, match="by rank 2 of each node, but 2 ranks of a node can share them"):
-        verify(odd, [0] * 8, norms=(0, 4), matrices=8, node_ranks=2)
+        verify(odd, [0] * 8, norms=(0, 4), matrices=(8, 2))
 
 
 def test_strategies_and_text() -> None:
@@ -199,7 +199,7 @@ def test_strategies_and_text() -> None:
         assert parse_schedule(str(schedule)) == schedule
     odd = replace(best, operators=OperatorShares((9, *[-1] * 7), ((0,),)))
     with pytest.raises(VerifyError, match="operators are computed by rank 9, but there are 4 ranks"):
-        verify(odd, [0] * 8, norms=(0, 4), matrices=8)
+        verify(odd, [0] * 8, norms=(0, 4), matrices=(8, 0))
 
 
 @pytest.mark.parametrize(
