@@ -33,7 +33,7 @@ def verify(
             weights of ranks differ.
         elements: where given, what buckets select is checked against what their layers have.
         norms: the number of layers whose norms the optimizer needs, and of ranks.
-        matrices: the number of matrices with an operator, and `planner.model.operator_costs.node_ranks`.
+        matrices: the number of matrices with an operator, and of ranks of a node that can share them among themselves.
 
     Raises:
         VerifyError: the mode is riskier than allowed, has a defect, or does not go with a bucket or with shared norms
@@ -84,7 +84,7 @@ def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: tuple[in
         return
     if (reason := reason_against(mode, SHARED_OPERATOR)) is not None:
         raise VerifyError(f"operators are shared, but {reason}")
-    if (wrong := operators_defect(schedule.operators, matrices[0], norms[1], matrices[1])) is not None:
+    if (wrong := operators_defect(schedule.operators, matrices, norms[1])) is not None:
         raise VerifyError(wrong)
 
 

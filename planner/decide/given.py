@@ -20,7 +20,7 @@ from planner.model.modes.delayed import Delayed
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.outer_steps import OuterSteps
 from planner.model.modes.sharded import not_shared_reason, owners_of
-from planner.model.operator_costs import matrix_count, node_ranks
+from planner.model.operator_costs import operator_sizes
 from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.model.schedule_text import ScheduleText, read_schedule
@@ -94,7 +94,7 @@ def _check(request: Request, text: ScheduleText, path: str) -> None:
             accuracy=accuracy,
             elements=problem.layer_elements,
             norms=norms,
-            matrices=(matrix_count(problem), node_ranks(problem)),
+            matrices=operator_sizes(problem),
         )
     except VerifyError as error:
         named = re.findall(r"\bbucket ([0-9]+)", str(error))  # the verifier names buckets by position

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from planner.ir import Schedule, Synchronous
-from planner.model.operator_costs import matrix_count, node_ranks
+from planner.model.operator_costs import operator_sizes
 from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Candidate, Frontier, Pass, Pipeline
@@ -86,7 +86,7 @@ def run_passes(
     """
     check = partial(
         verify, dtype_ids=problem.dtype_ids.tolist(), accuracy=accuracy, elements=problem.layer_elements,
-        norms=(len(problem.norm_layers), problem.ranks), matrices=(matrix_count(problem), node_ranks(problem)),
+        norms=(len(problem.norm_layers), problem.ranks), matrices=operator_sizes(problem),
     )  # fmt: skip
     check(schedule)
     found = Candidate(schedule=schedule)

@@ -22,7 +22,7 @@ from planner.ir import Schedule
 from planner.model.codecs import Wire
 from planner.model.delay import CycleTimeline
 from planner.model.modes import model_of
-from planner.model.operator_costs import matrix_count, node_ranks
+from planner.model.operator_costs import operator_sizes
 from planner.model.problem import Problem, make_problem
 from planner.model.what_if import WhatIf, describe, step_quantiles
 from planner.strategies.sparse import ratios
@@ -140,7 +140,7 @@ def simulate(
                 problem.dtype_ids.tolist(),
                 accuracy=accuracy_of(strategy),
                 norms=(len(problem.norm_layers), problem.ranks),
-                matrices=(matrix_count(problem), node_ranks(problem)),
+                matrices=operator_sizes(problem),
             )
             result = _simulation(problem, schedule, strategy, change, critical_path)
             if solved:

@@ -271,22 +271,17 @@ def operator_costs(problem: Problem) -> OperatorCosts | None:
     return found
 
 
-def matrix_count(problem: Problem) -> int:
-    """Return the number of matrices whose operator ranks can share."""
-    costs = operator_costs(problem)
-    return 0 if costs is None else costs.count
-
-
-def node_ranks(problem: Problem) -> int:
-    """Return the number of ranks of a node, if messages of operators may stay inside of nodes; 0 if not."""
-    costs = operator_costs(problem)
-    return costs.inside[0] if costs is not None and costs.inside is not None else 0
-
-
-def defect(shares: OperatorShares, matrices: int, ranks: int, of_node: int = 0) -> str | None:
-    """Return what is wrong with owners and messages of the matrices; None where all is well; `of_node`: see
-    `node_ranks`.
+def operator_sizes(problem: Problem) -> tuple[int, int]:
+    """Return the number of matrices whose operator ranks can share, and of ranks of a node, 0 unless messages may stay
+    inside of nodes.
     """
+    costs = operator_costs(problem)
+    return (0, 0) if costs is None else (costs.count, costs.inside[0] if costs.inside else 0)
+
+
+def defect(shares: OperatorShares, sizes: tuple[int, int], ranks: int) -> str | None:
+    """Return what is wrong with owners and messages of operators of these `operator_sizes`; None where all is well."""
+    matrices, of_node = sizes
     if len(shares.owners) != matrices:
         return f"operators of {len(shares.owners)} matrices have owners, but there are {matrices}"
     odd = next((rank for rank in shares.owners if not -1 <= rank < ranks), None)
@@ -356,7 +351,7 @@ def shares_of(problem: Problem, plan: OperatorPlan | None) -> OperatorShares | N
         tuple(plan.owners.get(name, -1) for name in costs.names),
         tuple(tuple(place[name] for name in members) for members in plan.messages), tuple(plan.inside or ()),
     )  # fmt: skip
-    return shares if defect(shares, costs.count, costs.ranks, node_ranks(problem)) is None else None
+    return shares if defect(shares, operator_sizes(problem), costs.ranks) is None else None
 
 
 def by_message(

@@ -76,7 +76,7 @@ def check_against_every_choice(costs: OperatorCosts) -> OperatorShares | None:
     assert found.update_us >= least_us * (1.0 - 1e-9)
     if found.shares is not None:
         assert found.update_us == costs.update(found.shares).update_us
-        assert defect(found.shares, costs.count, costs.ranks, costs.scopes[-1][0]) is None
+        assert defect(found.shares, (costs.count, costs.scopes[-1][0]), costs.ranks) is None
     return found.shares
 
 
