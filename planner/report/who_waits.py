@@ -1,4 +1,4 @@
-"""Who waits for whom: tables of ranks at the messages of a step, for the terminal and for pages."""
+"""Tables of ranks at the messages of a step, for the terminal and for pages: who waits for whom."""
 
 from __future__ import annotations
 
