@@ -6,7 +6,6 @@ Graphviz). Nodes are tasks with their times and slack, edges go to those that wa
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from planner.emit.step_graph import StepGraph, layer_graph, plan_graph
 from planner.export.base import Export
@@ -14,54 +13,40 @@ from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan import Plan
 
-NOTES = ("times are predicted, in microseconds; contention is in the times, and does not change with them",)
-
 
 def to_graphml(plan: Plan, problem: Problem | None) -> Export:
     """Return the step as GraphML. Raises InputError where the plan has no timeline of one step."""
-    found = _graph(plan)
-    return Export(text=found.graphml(), document=_document(found), notes=NOTES)
+    return _export(*_step(plan))
 
 
 def to_dot(plan: Plan, problem: Problem | None) -> Export:
     """Return the step in Graphviz's language. Raises InputError where the plan has no timeline of one step."""
-    found = _graph(plan)
-    return Export(text=_dot(found, "step"), document=_document(found), notes=NOTES)
+    return _export(*_step(plan), dot="step")
 
 
 def layers_to_graphml(plan: Plan, problem: Problem | None) -> Export:
     """Return the model's layers as GraphML. Raises InputError where the profile is not given or has no inputs."""
-    found = _layers(problem)
-    return Export(text=found.graphml(), document=_document(found), notes=_branches(found))
+    return _export(*_layers(problem))
 
 
 def layers_to_dot(plan: Plan, problem: Problem | None) -> Export:
     """Return the model's layers in Graphviz's language. Raises InputError as `layers_to_graphml`."""
-    found = _layers(problem)
-    return Export(text=_dot(found, "layers"), document=_document(found), notes=_branches(found))
+    return _export(*_layers(problem), dot="layers")
 
 
-def _dot(found: StepGraph, name: str) -> str:
-    lines = [f"digraph {name} {{", "  rankdir=LR;", "  node [shape=box];"]
-    for task, of in found.attributes().items():
-        label = f"{task}\n{of['time_us'] / 1e3:.3g} ms, slack {of['slack_us'] / 1e3:.3g} ms"
-        style = ", penwidth=3" if of["critical"] else ""
-        lines.append(f"  {json.dumps(task)} [label={json.dumps(label)}{style}];")
-    lines += [f"  {json.dumps(before.name)} -> {json.dumps(after.name)};" for before, after in found.graph.edges]
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _graph(plan: Plan) -> StepGraph:
+def _step(plan: Plan) -> tuple[StepGraph, str]:
+    """Return the graph of the step, and a note on its times."""
     found = plan_graph(plan)
     if found is None:
         raise InputError(
             "$.predicted.timeline: found no timeline of one step, expected a plan by `planner optimize` whose steps do "
             "not overlap; plans with delay, late gathers or local updaters have no such graph"
         )
-    return found
+    return found, "times are predicted, in microseconds; contention is in the times, and does not change with them"
 
 
-def _layers(problem: Problem | None) -> StepGraph:
+def _layers(problem: Problem | None) -> tuple[StepGraph, str]:
+    """Return the graph of the layers, and a note on its critical path."""
     found = layer_graph((problem and problem.profile.layers) or ())
     if found is None:
         what = "none" if problem is None else "one without `inputs` of its layers"
@@ -69,17 +54,23 @@ def _layers(problem: Problem | None) -> StepGraph:
             f"--profile: found {what}, expected the plan's profile with the inputs of its layers, which `planner "
             f"profile` writes; give that, or profile the job again"
         )
-    return found
-
-
-def _branches(found: StepGraph) -> tuple[str, ...]:
-    path, all_us = found.critical_path, sum(node.time_us for node in found.order)
-    return (
-        f"times are of forward and backward; {len(path)} of {len(found.order)} layers are on the critical path, with "
-        f"{found.step_us / 1e3:.4g} of {all_us / 1e3:.4g} ms",
+    all_us = sum(node.time_us for node in found.order)
+    return found, (
+        f"times are of forward and backward; {len(found.critical_path)} of {len(found.order)} layers are on the "
+        f"critical path, with {found.step_us / 1e3:.4g} of {all_us / 1e3:.4g} ms"
     )
 
 
-def _document(found: StepGraph) -> dict[str, Any]:
-    edges = [[before.name, after.name] for before, after in found.graph.edges]
-    return {"tasks": [{"task": name, **of} for name, of in found.attributes().items()], "edges": edges}
+def _export(found: StepGraph, note: str, dot: str = "") -> Export:
+    """Return a graph as GraphML, or in Graphviz's language under the name `dot`."""
+    tasks, edges = found.attributes(), [[before.name, after.name] for before, after in found.graph.edges]
+    document = {"tasks": [{"task": name, **of} for name, of in tasks.items()], "edges": edges}
+    if not dot:
+        return Export(text=found.graphml(), document=document, notes=(note,))
+    lines = [f"digraph {dot} {{", "  rankdir=LR;", "  node [shape=box];"]
+    for name, of in tasks.items():
+        label = f"{name}\n{of['time_us'] / 1e3:.3g} ms, slack {of['slack_us'] / 1e3:.3g} ms"
+        style = ", penwidth=3" if of["critical"] else ""
+        lines.append(f"  {json.dumps(name)} [label={json.dumps(label)}{style}];")
+    lines += [f"  {json.dumps(before)} -> {json.dumps(after)};" for before, after in edges]
+    return Export(text="\n".join([*lines, "}"]) + "\n", document=document, notes=(note,))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from benchmarks import learning
 from benchmarks.delay.updaters import DcAsgd, local_update, sgd, train_asgd
-from benchmarks.learning import Task
+from benchmarks.learning import Outcome, Task, outcomes
 from benchmarks.local_async.rivals import lines
 from runtime.delay import local_weights
 from runtime.plan import DelaySpec
@@ -93,3 +97,27 @@ def test_the_table_of_rivals_compares_speed_with_minibatch_sgd() -> None:
     rows = list(lines(records))
     assert rows[2].startswith("| resnet20 | 2 | `mb_sgd` | 0.9500 (0.9000 to 1.0000) | 150 | 1.00 |")
     assert rows[3].endswith("| 300 | 2.00 | 0.00 | 0.0% | 0.100% (5.00%) |")
+
+
+def test_trained_runs_are_kept_and_only_some_are_trained_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[tuple[str, int, str]] = []
+
+    def run_ranks(world: object, on_rank: object, train: object, scale: float, *run: Any) -> list[Outcome]:
+        trained.append(run)
+        return [Outcome(*run, metric=float(len(trained)))]
+
+    monkeypatch.setattr(learning, "run_ranks", run_ranks)
+
+    def found(only: str = "") -> list[Outcome]:
+        return outcomes(
+            lambda task, seed, way: Outcome(task.name, seed, way, 0.0), Outcome, ["digits"], ["a", "b"], [0, 1], 1.0,
+            tmp_path / "runs.jsonl", only=only,
+        )  # fmt: skip
+
+    assert found("0, 'b'") == [Outcome("digits", 0, "b", 1.0)]
+    whole = found()
+    assert [(one.seed, one.way, one.metric) for one in whole] == [(0, "a", 2), (0, "b", 1), (1, "a", 3), (1, "b", 4)]
+    assert found() == whole
+    assert len(trained) == 4
