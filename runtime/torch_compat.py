@@ -61,10 +61,11 @@ def is_in_compiled_code() -> bool:
 
 def runs_without_python(module: torch.nn.Module) -> bool:
     """Return whether a program that torch has compiled, or a script, stands in for the module's forward."""
-    from torch._dynamo.eval_frame import OptimizedModule
+    return _is_compiled_itself(module) or isinstance(module, torch.jit.ScriptModule)
 
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or isinstance(module, OptimizedModule | torch.jit.ScriptModule)
+
+def _is_compiled_itself(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: bool = True) -> RemovableHandle:
@@ -126,20 +127,14 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether `torch.compile` or `module.compile()` has been called on the model or a part of it."""
-    return any(
-        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    return any(map(_is_compiled_itself, model.modules()))
 
 
 def compiled_parts(model: torch.nn.Module) -> list[str]:
     """Return the names of the parts of a model that are compiled by themselves, not with the whole of it."""
     whole = {id(model), id(getattr(model, "_orig_mod", model))}
     return [
-        name
-        for name, module in model.named_modules()
-        if id(module) not in whole
-        and (isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None)
+        name for name, module in model.named_modules() if id(module) not in whole and _is_compiled_itself(module)
     ]
 
 
@@ -226,9 +221,12 @@ def recompile(model: torch.nn.Module, compiled_by: Callable[[Any], Any]) -> Call
         return lambda: use(before)
     plain, call = model, model._compiled_call_impl
     plain._compiled_call_impl = compiled_by(plain._call_impl)
+    # Of its own modules (`nn.Sequential`) torch compiles the forward where they have a hook, alone.
+    hook = hook_before_forward(plain, ModuleHook(no_hook))
 
     def put_back() -> None:
         plain._compiled_call_impl = call
+        hook.remove()
 
     return put_back
 

@@ -250,7 +250,10 @@ class CompiledModel:
         """Return in how many regions the model is compiled, and what torch has given up to compile since."""
         form = self._form
         if form is None or form.backend.begun is None:
-            return f"compiled by {self._options.name}: no graph so far; torch compiles none of a bare nn.Sequential"
+            return (
+                f"compiled by {self._options.name}: no graph so far; where the model has no forward of its own, as a "
+                f"subclass of nn.Sequential, attach torch.compile(model)"
+            )
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
         if missing > 0:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import runtime
 from planner.documents.profile import ComputeProfile, Gradient
 from planner.model.regions import find_breaks, find_cuts
 from planner.online.ddp import ddp_plan
@@ -28,19 +29,20 @@ from runtime.errors import InputError
 from runtime.plan import ModelReference, PlanWorld
 
 
-class Stack(nn.Sequential):
-    """Torch compiles nothing of `nn.Sequential` itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 4) → (batch, 4)."""
-        for layer in self:
-            x = layer(x)
-        return x
-
-
 def stack(layers: int) -> nn.Sequential:
     """Equal linear layers."""
-    return Stack(*(nn.Linear(4, 4) for _ in range(layers)))
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def counted() -> tuple[list[object], dict[str, Any]]:
+    """The graphs that were compiled so far, and `compile=` of `attach` for it."""
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, {"backend": count}
 
 
 def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() -> None:
@@ -113,13 +115,8 @@ def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int
 
 
 def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() -> None:
-    model, graphs = stack(4), list[object]()
-
-    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = CompiledModel(model, {"backend": count})
+    model, (graphs, given) = stack(4), counted()
+    compiled = CompiledModel(model, given)
     with torch._dynamo.config.patch(recompile_limit=2):
         for cuts in ((), ("1",), ("2",), ("1", "2")):
             compiled.cut(cuts)
@@ -145,6 +142,23 @@ def test_regions_are_counted_where_graphs_are_split() -> None:
     model(torch.ones(2, 4))
     assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
     compiled.remove()
+
+
+def test_a_session_has_the_graphs_of_models_without_one() -> None:
+    model, (graphs, given) = stack(3), counted()
+    trained = dict(model.named_parameters())
+    plan = ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=1))
+    compiled = CompiledModel(model, given)
+    compiled.cut(("1",))
+    model(torch.ones(2, 4))
+    compiled.remove()
+    for _ in range(2):
+        session = runtime.attach(model, None, replace(plan, cuts=("1",)), compile=given)
+        model(torch.ones(2, 4)).sum().backward()
+        assert "in 2 regions" in str(session.report())
+        session.detach()
+        assert not model._forward_pre_hooks
+    assert len(graphs) == 2
 
 
 WRONG: dict[str, Any] = {
