@@ -145,14 +145,15 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Return the modules at which graphs may be cut: the children of lists and sequences of modules, outside of each
-    other, in the order in which they are registered, which is usually that of forward.
+    """Return the modules at which graphs may be cut: the children of lists and sequences of modules, and of dicts with
+    numbers as keys, outside of each other, in the order in which they are registered, which is usually that of forward.
     """
     found: list[str] = []
     modules = modules_by_name(model)
     for name, module in modules.items():
         inside = any(f"{name}.".startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+        numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
+        if (numbered or isinstance(module, nn.ModuleList | nn.Sequential)) and not inside:
             named = (f"{name}.{child}" if name else child for child, _ in module.named_children())
             found += [block for block in named if any(True for _ in modules[block].parameters())]
     return found

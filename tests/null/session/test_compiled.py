@@ -49,9 +49,10 @@ def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() 
     model = nn.ModuleDict({
         "stem": nn.Linear(2, 2),
         "blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)),
+        "layers": nn.ModuleDict({str(layer): nn.Linear(2, 2) for layer in range(2)}),
         "head": nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
     })  # fmt: skip
-    assert blocks_of(model) == ["blocks.0", "blocks.1", "head.1"]
+    assert blocks_of(model) == ["blocks.0", "blocks.1", "layers.0", "layers.1", "head.1"]
     assert blocks_of(nn.Linear(2, 2)) == []
 
 
