@@ -154,7 +154,7 @@ def blocks_of(model: nn.Module) -> list[str]:
         inside = any(f"{name}.".startswith(f"{block}.") for block in found)
         numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
         if (numbered or isinstance(module, nn.ModuleList | nn.Sequential)) and not inside:
-            named = (f"{name}.{child}" if name else child for child, _ in module.named_children())
+            named = (canonical_name(f"{name}.{child}" if name else child) for child, _ in module.named_children())
             found += [block for block in named if any(True for _ in modules[block].parameters())]
     return found
 

@@ -54,6 +54,7 @@ def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() 
     })  # fmt: skip
     assert blocks_of(model) == ["blocks.0", "blocks.1", "layers.0", "layers.1", "head.1"]
     assert blocks_of(nn.Linear(2, 2)) == []
+    assert blocks_of(torch.compile(stack(2))) == ["0", "1"]  # type: ignore[arg-type]
 
 
 def test_default_cuts_follow_the_bucket_sizes_of_ddp() -> None:
