@@ -26,12 +26,17 @@ from planner.profile.request import CUTS, Phase, Phases
 from runtime.comm.world import World
 from runtime.core.compiled import CompiledModel, CompileOptions, blocks_of, default_cuts
 from runtime.errors import InputError
-from runtime.plan import ModelReference, PlanWorld
+from runtime.plan import ModelReference, Plan, PlanWorld
 
 
 def stack(layers: int) -> nn.Sequential:
     """Equal linear layers."""
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def plan_of(trained: dict[str, nn.Parameter], ranks: int = 2) -> Plan:
+    """DDP's buckets."""
+    return ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=ranks))
 
 
 def counted() -> tuple[list[object], dict[str, Any]]:
@@ -148,14 +153,13 @@ def test_regions_are_counted_where_graphs_are_split() -> None:
 
 def test_a_session_has_the_graphs_of_models_without_one() -> None:
     model, (graphs, given) = stack(3), counted()
-    trained = dict(model.named_parameters())
-    plan = ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=1))
+    plan = replace(plan_of(dict(model.named_parameters()), ranks=1), cuts=("1",))
     compiled = CompiledModel(model, given)
     compiled.cut(("1",))
     model(torch.ones(2, 4))
     compiled.remove()
     for _ in range(2):
-        session = runtime.attach(model, None, replace(plan, cuts=("1",)), compile=given)
+        session = runtime.attach(model, None, plan, compile=given)
         model(torch.ones(2, 4)).sum().backward()
         assert "in 2 regions" in str(session.report())
         session.detach()
@@ -190,10 +194,14 @@ def test_wrong_arguments_of_compile_are_refused(words: str, given: Any) -> None:
 def test_cuts_are_tried_where_they_divide_gradients_also_as_many_as_there_are_elsewhere() -> None:
     model = stack(6)
     trained = {name: one for name, one in model.named_parameters() if name[0] in "35"}
-    plan = replace(ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=2)), cuts=("1",))
-    run = SimpleNamespace(session=SimpleNamespace(model=model, _parameters=trained), present=plan)
+    run = SimpleNamespace(
+        session=SimpleNamespace(model=model, _parameters=trained), present=replace(plan_of(trained), cuts=("1",))
+    )
     trials = Trials(run, None)  # type: ignore[arg-type]
     with patch.object(trials, "_climb", return_value=()) as climbed:
         assert list(trials.try_cuts()) == []
     plans, counts, _ = climbed.call_args.args
     assert ([one.cuts for one in plans.values()], next(counts)) == ([(), ("5",)], 1)
+    trained = dict(nn.Linear(4, 4).named_parameters())
+    run.session, run.present = SimpleNamespace(model=nn.ParameterDict(trained), _parameters=trained), plan_of(trained)
+    assert list(Trials(run, None).try_cuts()) == []  # type: ignore[arg-type]
