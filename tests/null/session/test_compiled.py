@@ -202,6 +202,7 @@ def test_cuts_are_tried_where_they_divide_gradients_also_as_many_as_there_are_el
         assert list(trials.try_cuts()) == []
     plans, counts, _ = climbed.call_args.args
     assert ([one.cuts for one in plans.values()], next(counts)) == ([(), ("5",)], 1)
-    trained = dict(nn.Linear(4, 4).named_parameters())
-    run.session, run.present = SimpleNamespace(model=nn.ParameterDict(trained), _parameters=trained), plan_of(trained)
+    model = nn.Linear(4, 4)
+    trained = dict(model.named_parameters())
+    run.session, run.present = SimpleNamespace(model=model, _parameters=trained), plan_of(trained)
     assert list(Trials(run, None).try_cuts()) == []  # type: ignore[arg-type]
