@@ -25,6 +25,8 @@ from torch.utils import _pytree
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
+from runtime.errors import InputError
+
 
 @contextlib.contextmanager
 def unprofiled() -> Iterator[None]:
@@ -41,7 +43,16 @@ def unprofiled() -> Iterator[None]:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Runs `callback` at the end of the backward pass that is running now, before `backward()` returns."""
+    """Run `callback` at the end of the backward pass that is running now, before `backward()` returns. Raises
+    InputError in compiled autograd, which does not do that.
+    """
+    from torch._dynamo import compiled_autograd
+
+    if compiled_autograd.in_compiled_autograd_region:
+        raise InputError(
+            "backward: found compiled autograd, at whose end no message is waited for; expected autograd itself: set "
+            "torch._dynamo.config.compiled_autograd = False, and enable it nowhere else"
+        )
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -133,9 +144,7 @@ def is_compiled(model: torch.nn.Module) -> bool:
 def compiled_parts(model: torch.nn.Module) -> list[str]:
     """Return the names of the parts of a model that are compiled by themselves, not with the whole of it."""
     whole = {id(model), id(getattr(model, "_orig_mod", model))}
-    return [
-        name for name, module in model.named_modules() if id(module) not in whole and _is_compiled_itself(module)
-    ]
+    return [name for name, module in model.named_modules() if id(module) not in whole and _is_compiled_itself(module)]
 
 
 def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime.core.compiled import CompiledModel, CutBackend, blocks_of
-from runtime.errors import PlanMismatch
+from runtime.errors import InputError, PlanMismatch
 from runtime.torch_compat import find_backend
 
 STEPS = 3
@@ -77,8 +77,9 @@ def _sizes(number: int, *, changing: bool) -> int:
 
 
 def cut(
-    *, compiled: str = "", backend: str = "aot_eager", changing: bool = False, dynamic: bool | None = None, **model: bool
-) -> dict[str, bool]:
+    *, compiled: str = "", backend: str = "aot_eager", changing: bool = False, dynamic: bool | None = None,
+    **model: bool,
+) -> dict[str, bool]:  # fmt: skip
     """Weights, statistics and optimizer state; and whether gradients come region by region, from the back."""
     sizes = partial(_sizes, changing=changing)
     torch._dynamo.reset()
@@ -208,6 +209,14 @@ def refused() -> dict[str, bool]:
             results["compiled autograd"] = False
         except PlanMismatch as error:
             results |= told(str(error), ["compiled autograd"])
+    session = runtime.attach(made, None, plan_of(made, 3), timeout_s=60)
+    results["compiled autograd around backward"] = False
+    try:
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+            made(torch.ones(2, 6)).sum().backward()
+    except InputError as error:
+        results |= told(str(error), ["compiled autograd"]) | {"compiled autograd around backward": True}
+    session.detach()
     results["as it was"] = made._compiled_call_impl is None and ranks_agree(len(results))
     return results
 

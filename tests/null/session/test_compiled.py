@@ -151,6 +151,7 @@ def test_regions_are_counted_where_graphs_are_split() -> None:
     compiled.remove()
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, about what it traces
 def test_a_session_has_the_graphs_of_models_without_one() -> None:
     model, (graphs, given) = stack(3), counted()
     plan = replace(plan_of(dict(model.named_parameters()), ranks=1), cuts=("1",))
