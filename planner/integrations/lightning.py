@@ -26,7 +26,6 @@ from planner.integrations.attaching import (
     together,
 )
 from planner.online.attach import PlannedSession
-from runtime.core.options import CompileArgument
 from runtime.plan import Accuracy, Plan
 
 check_version("lightning", lightning.__version__, "2.6")
@@ -45,10 +44,11 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     def __init__(
         self, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
         allow: Sequence[str] | None = None, timeout_s: float | None = None, compress: str | None = None,
-        compile: CompileArgument | None = None, **keywords: Any,
+        **keywords: Any,
     ) -> None:  # fmt: skip
+        given = {"compile": keywords.pop("compile", None)}
         super().__init__(**keywords)
-        self._planned = Options(plan, accuracy, allow, timeout_s, compress, compile=compile)
+        self._planned = Options(plan, accuracy, allow, timeout_s, compress, **given)
         own = inspect.signature(DDPStrategy).parameters.keys() - REFUSED.keys()
         told = {name: value for name, value in keywords.items() if name not in own}
         self._arguments = attach_arguments(told, type(self).__name__)
