@@ -146,7 +146,7 @@ class Outer(Mode, StepHooks):
         self.period.step(lr)
         if self.fragments is None:
             left = self._warmup_steps - step
-            self.period.distances.see_warmup(self._parameters, lr, left=left, steps=self.period.every)
+            self.period.see_warmup(self._parameters, lr, left)
             if left <= 0:
                 self._begin(step)
             return

@@ -26,8 +26,9 @@ import runtime
 from runtime.comm.collectives.direct import Narrowed
 from runtime.errors import CommunicationError, InputError
 from runtime.modes import distance_guard
+from runtime.modes.distance_guard import NO_DISTANCE
 from runtime.outer.local_steps import Outer
-from runtime.outer.rounds import CompressedRound
+from runtime.outer.rounds import BufferRound, CompressedRound
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 from runtime.sparse.compressors import wire
@@ -87,11 +88,13 @@ def single_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def started(plan: Plan, make: Make = adamw, model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
+def started(
+    plan: Plan, make: Make = adamw, model: nn.Module | None = None, **options: Any
+) -> tuple[nn.Module, Any, Session]:  # fmt: skip
     """A model that trains by a plan."""
     model = model or Net()
     optimizer = make(model)
-    return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0)
+    return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0, **options)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, loss: Any = net_loss) -> None:
@@ -577,6 +580,26 @@ def guarded() -> dict[str, Any]:
     return found
 
 
+def unguarded() -> dict[str, Any]:
+    """Without the guard nothing is measured or sent behind a round, and training is the same."""
+    (weights, report, sent), (others, none, unsent) = (watched(guard=guard) for guard in (True, False))
+    return {
+        "same weights": near(others, weights, 0.0), "measured": report != NO_DISTANCE and sent > 0,
+        "not measured": none == NO_DISTANCE and unsent == 0,
+    }  # fmt: skip
+
+
+def watched(*, guard: bool) -> tuple[list[Tensor], Any, int]:
+    """Weights, the last distance, and how often it was sent."""
+    model, optimizer, session = started(plan_of(STREAMING), guard=guard)
+    with patch.object(BufferRound, "launch", autospec=True, side_effect=BufferRound.launch) as sent:
+        train(model, optimizer, range(15))
+    assert isinstance(session._mode, Outer)
+    report = session._mode.period.report
+    session.detach()
+    return [parameter.detach() for parameter in model.parameters()], report, sent.call_count
+
+
 def ended_for_good() -> dict[str, Any]:
     """What the guard has ended stays synchronous where it resumes, with the same plan and with an exact one."""
     found: dict[str, Any] = {}
@@ -731,6 +754,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         other_layouts,
         leaves_between_gradient_and_step,
         guarded,
+        unguarded,
         ended_for_good,
         habits,
         left_out,
