@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -627,13 +628,28 @@ def ended_for_good() -> dict[str, Any]:
     return found
 
 
-def loses_a_worker() -> None:
-    """The second worker is killed between rounds."""
-    model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
+def loses_a_worker(folder: Path) -> None:
+    """The second worker is killed between rounds, behind a checkpoint of all."""
+    model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
     for step in range(20):
         train(model, optimizer, range(step, step + 1))
+        if step == 3:
+            torch.save(session.state_dict(), folder / f"{dist.get_rank()}.pt")
+            dist.barrier()
         if step == 4 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def goes_on_without_it(folder: Path, before: int) -> dict[str, Any]:
+    """Fewer workers continue from the checkpoint of all that there were."""
+    model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
+    session.load_state_dict([torch.load(folder / f"{rank}.pt") for rank in range(before)])
+    train(model, optimizer, range(4, 10))
+    found = {"steps": session.step == 10, "local": session._mode.own_weights}
+    session.switch(plan_of(None))
+    found["alike"] = same_everywhere(list(model.parameters()))
+    session.detach()
+    return found
 
 
 def same_everywhere(tensors: list[Tensor]) -> bool:

@@ -195,8 +195,11 @@ def test_without_being_allowed_there_are_none() -> None:
 
 
 def test_fast_links_stay_synchronous() -> None:
-    plan = optimize(Profile.parse(document(1e-9), "p"), accuracy="relaxed", allow="outer", compress="none")
-    assert plan.outer is None
+    for cluster in (document(1e-9)["cluster"], cluster_document((1.0, 1e-9), nodes=4)):
+        made = Profile.parse(document() | {"cluster": cluster}, "p")
+        plan = optimize(made, accuracy="relaxed", allow="outer", compress="none")
+        assert plan.outer is None
+    assert any("nothing to gain, stay synchronous" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("largest", [1, 8])
