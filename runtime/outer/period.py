@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runtime.modes.distance_guard import NO_DISTANCE, DistanceGuard
@@ -32,14 +33,15 @@ class Period:
         self._lrs: deque[float] = deque(maxlen=every)
         """Sums of the learning rates of the last steps."""
 
-    def step(self, lr: float) -> None:
-        """Note a step, whose learning rates add up to `lr`."""
-        self._lrs.append(lr)
-
-    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr: float, left: int) -> None:
-        """Note a synchronous step before local ones; see `DistanceGuard.see_warmup`."""
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Note the learning rates of a step; where they are on a device, this waits for it."""
         if self.guarded:
-            self.distances.see_warmup(parameters, lr, left=left, steps=self.every)
+            self._lrs.append(sum(float(group["lr"]) for one in optimizers for group in one.param_groups))
+
+    def see_warmup(self, parameters: Mapping[str, nn.Parameter], left: int) -> None:
+        """Note a synchronous step, behind `step`, before local ones; see `DistanceGuard.see_warmup`."""
+        if self.guarded:
+            self.distances.see_warmup(parameters, self._lrs[-1], left=left, steps=self.every)
 
     def add(self, parameters: Mapping[str, nn.Parameter], anchors: Mapping[str, Tensor]) -> None:
         """Add anchors that have come, by name, to the distance of this round."""
