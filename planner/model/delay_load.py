@@ -121,5 +121,5 @@ def _pack_us(problem: Problem, bucket: Bucket) -> float:
 
 
 def known_us(line: Line | None, size_bytes: float) -> float:
-    """Return what a rank's own work on so many bytes takes; 0 where that was not measured."""
+    """Return the time of a rank's own work on a number of bytes, in microseconds; 0 where it was not measured."""
     return 0.0 if line is None else line.at(float(size_bytes))

@@ -64,8 +64,8 @@ def local_us(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> flo
 
 
 def round_of(problem: Problem, worker: Worker, bucket: Bucket) -> Spending:
-    """Return what the round of a bucket asks of the network and of compute: besides what is sent, packing weights, the
-    outer step of an owner's part, and taking the anchor, as they were measured for a delay.
+    """Return the messages and the compute time of a bucket's round. Packing weights, the outer step of an owner's part
+    and mixing take as long as was measured for a delay.
     """
     sent, cluster = _sent(problem, worker, bucket), problem.cost.cluster
     size_bytes = float(problem.size_bytes[list(bucket.gradients)].sum())

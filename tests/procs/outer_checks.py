@@ -640,7 +640,7 @@ def loses_a_worker(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def goes_on_without_it(folder: Path, before: int) -> dict[str, Any]:
+def continues_without_it(folder: Path, before: int) -> dict[str, Any]:
     """Fewer workers continue from the checkpoint of all that there were."""
     model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
     session.load_state_dict([torch.load(folder / f"{rank}.pt") for rank in range(before)])

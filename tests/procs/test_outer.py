@@ -50,5 +50,5 @@ def test_a_lost_worker_ends_the_run_which_fewer_resume(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL") as caught:
         run_ranks(LocalWorld(ranks=3), outer_checks.loses_a_worker, tmp_path)
     assert caught.value.exit_code == 3
-    for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), outer_checks.goes_on_without_it, tmp_path, 3)):
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), outer_checks.continues_without_it, tmp_path, 3)):
         assert wrong(results) == {}, rank
