@@ -13,7 +13,7 @@ times their number on a rank, as with DDP: scripts divide the loss by that numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,12 @@ from torch import Tensor
 
 from runtime.comm.world import World
 from runtime.errors import InputError
-from runtime.torch_compat import all_gather_single
+from runtime.torch_compat import all_gather_on
 
 GATHERING = "gathering the weights of ranks"
+MEETING = "agreeing on weights in session.batches or the first backward, which has to reach a parameter on each rank"
+BACKWARD, BATCHES, SAMPLER = PLACES = ("a backward", "session.batches", "session.sampler")
+"""Where ranks send each other numbers, with which goes the place's: a rank that is elsewhere would be misread."""
 HINT = "call session.weight(n) on every rank before each backward, from the first step on, or on no rank"
 
 
@@ -106,18 +109,14 @@ class Weights:
         """Agree on n₀ with all ranks, of which each calls this once, and return this rank's weight. Raises InputError
         on all of them alike.
         """
-        found: list[tuple[float | None, float | None, str | None]]
         n: float | None = None
         problem: str | None = None
         try:
             n = self._weight() if self.wanted else None
         except InputError as error:
             problem = str(error)
-        doing = "agreeing on weights in the first backward, which has to reach a parameter on every rank"
-        found = self._world.gather((n, self._resumed, problem), doing)
-        if problem := next((one for *_, one in found if one), None):
-            raise InputError(problem)
-        everyone, units = [one for one, *_ in found], {unit for _, unit, _ in found}
+        found = self._meet(BACKWARD, n, problem)
+        everyone, units = [one for _, one, *_ in found], {unit for *_, unit, _ in found}
         self._agreed = True
         if all(one is None for one in everyone):
             return n
@@ -137,6 +136,16 @@ class Weights:
             self.unit = (positive[0] if equal else math.fsum(positive) / len(positive)) if positive else 1.0
         return n
 
+    def _meet(self, place: str, n: float | None = None, problem: str | None = None) -> list[tuple[Any, ...]]:
+        """Return place, weight and resumed unit of every rank, all of which come here at first. Raises InputError on
+        all alike, where one has a problem or is at another of the `PLACES`.
+        """
+        found = self._world.gather((place, n, self._resumed, problem), MEETING)
+        _check_places([one for one, *_ in found])
+        if problem := next((one for *_, one in found if one), None):
+            raise InputError(problem)
+        return found
+
     def connect(self) -> World:
         """Return the ranks' group for weights, made at the first call, which is at the same place on all of them.
 
@@ -147,13 +156,36 @@ class Weights:
             self._control = self._world.split([range(self._world.ranks)], backend="gloo")
         return self._control
 
-    def gather(self, mine: list[float]) -> list[list[float]]:
-        """Return every rank's numbers, in order of rank; all ranks call this between two steps."""
+    def gather(self, place: str, mine: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, in order of rank; all ranks call this between two steps, at one of the `PLACES`.
+        Raises InputError where some are at another one.
+        """
+        if self._world.ranks == 1:
+            return [[*mine]]
+        if self._control is None:
+            self._meet(place)
+        self._send(place, mine)
+        return self._received()
+
+    def _send(self, place: str, mine: Sequence[float]) -> None:
         control = self.connect()
-        part = torch.tensor(mine, dtype=torch.float64)
-        whole = part if control.group is None else control.gather_parts(part, GATHERING)
-        rows: list[list[float]] = whole.view(self._world.ranks, -1).tolist()
-        return rows
+        assert control.group is not None
+        part = torch.tensor([PLACES.index(place), *mine], dtype=torch.float64)
+        whole = part.new_empty(self._world.ranks * len(part))
+        with control.error_context(GATHERING):
+            self._in_flight.append((all_gather_on(control.group, whole, part), part, whole))
+
+    def _received(self) -> list[list[float]]:
+        """Return what all ranks have sent last, of a step that was given up nothing."""
+        control, rows = self.connect(), list[list[float]]()
+        while self._in_flight:
+            work, part, whole = self._in_flight.pop(0)
+            with control.error_context(GATHERING):
+                control.wait(work, GATHERING)
+            numbers, size = whole.tolist(), len(part)
+            rows = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+            _check_places([PLACES[int(place)] for place, *_ in rows])
+        return [row[1:] for row in rows]
 
     # One step, in the order in which it happens.
 
@@ -164,14 +196,8 @@ class Weights:
         if not self.active:
             return
         self._sums = None
-        mine = torch.tensor([self._sum, float(self._micro_batches)], dtype=torch.float64)
+        self._send(BACKWARD, [self._sum, self._micro_batches])
         self._sum, self._micro_batches = 0.0, 0
-        control = self.connect()
-        whole = mine.new_empty(2 * self._world.ranks)
-        with control.error_context(GATHERING):
-            out, given = whole.view(torch.uint8), mine.view(torch.uint8)
-            work = all_gather_single(out, given, group=control.group, async_op=True)
-        self._in_flight.append((work, mine, whole))
 
     def end_backward(self) -> None:
         """Forget the weight of the present backward."""
@@ -184,20 +210,15 @@ class Weights:
         if not self.active:
             return 1.0
         if self._sums is None:
-            control, whole = self.connect(), torch.empty(0)
-            while self._in_flight:
-                work, _, whole = self._in_flight.pop(0)
-                with control.error_context(GATHERING):
-                    control.wait(work, GATHERING)
-            rows = whole.view(self._world.ranks, 2)
-            self._sums = rows[:, 0].tolist()
+            rows = self._received()
+            self._sums = [one for one, _ in rows]
             total = math.fsum(self._sums)
             if not total:
                 raise InputError(
                     f"found weights of 0 on all {self._world.ranks} ranks in one step, whose gradient is 0 / 0; "
                     f"expected a positive one on at least one rank: leave such a step out on every rank"
                 )
-            self._correction = float(rows[:, 1].sum()) / total
+            self._correction = sum(micro_batches for _, micro_batches in rows) / total
         return self._correction
 
     @property
@@ -228,6 +249,15 @@ class Weights:
         if self._control is not None:
             self._control.leave()
             self._control = None
+
+
+def _check_places(found: Sequence[str]) -> None:
+    if len(set(found)) > 1:
+        where = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(found))
+        raise InputError(
+            f"found ranks at unlike places: {where}; expected all of them at the same one: call session.batches and "
+            f"session.sampler on every rank, and train as many steps on each"
+        )
 
 
 def check_weight(n: Any, where: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader
 
-from runtime.core.weights import Weights
+from runtime.core.weights import BATCHES, Weights
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
 
@@ -43,7 +43,7 @@ def even_batches(weights: Weights, loader: Iterable[T], recorder: Recorder) -> I
             if last is _NONE:
                 last = cast(T, _one_sample(loader))
             begun_s = time.perf_counter()
-            found = weights.gather([float(not weights.idle), float(last is not _NONE)])
+            found = weights.gather(BATCHES, [not weights.idle, last is not _NONE])
             recorder.gathered(1e6 * (time.perf_counter() - begun_s))
             if not any(more for more, _ in found):
                 return

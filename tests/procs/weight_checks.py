@@ -239,6 +239,8 @@ def refusals() -> dict[str, str]:
         found["on one rank"] = raised(step(session, 2 if rank == 0 else None))
         model.zero_grad()
         found["then on all"] = raised(step(session, 2))
+    with attached(model) as session:
+        found["elsewhere"] = raised(step(session, 2) if rank else lambda: list(session.batches([1])))
     with attached(model, weight=lambda: 2.0 if rank == 0 else float("nan")) as session:
         found["asked for nan"] = raised(step(session, None))
     with attached(model) as session:
