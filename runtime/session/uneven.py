@@ -58,9 +58,9 @@ def even_batches(weights: Weights, loader: Iterable[T], recorder: Recorder) -> I
 
 
 def _one_sample(loader: Iterable[Any]) -> Any:
-    """Return a batch of the first sample of a DataLoader's data set, or `_NONE`: there is none."""
+    """Return a batch of a DataLoader's first sample, twice, for layers that normalize over a batch; or `_NONE`."""
     if isinstance(loader, DataLoader):
         with suppress(Exception):  # what has no first sample: an error on all ranks alike
             sample = loader.dataset[0]
-            return loader.collate_fn(sample if loader.batch_sampler is None else [sample])
+            return loader.collate_fn(sample if loader.batch_sampler is None else 2 * [sample])
     return _NONE
