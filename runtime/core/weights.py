@@ -176,7 +176,7 @@ class Weights:
             self._in_flight.append((all_gather_on(control.group, whole, part), part, whole))
 
     def _received(self) -> list[list[float]]:
-        """Return what all ranks have sent last, of a step that was given up nothing."""
+        """Return what all ranks have sent last; a step that was given up leaves its message."""
         control, rows = self.connect(), list[list[float]]()
         while self._in_flight:
             work, _, whole = self._in_flight.pop(0)
