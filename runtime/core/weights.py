@@ -3,7 +3,8 @@
     weight(n)             ─▶ kept for the next backward
     first gradient of it  ─▶ in the first backward ranks agree on n₀, the mean of their weights; later each takes n / n₀
     each gradient         ─▶ times n / n₀ before autograd adds it to `.grad`; zeros where n is 0
-    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own
+    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own, from
+                             the first step on in which they are not 1 everywhere, which a mark in the last bucket says
     all buckets are here  ─▶ the averages are multiplied by (micro-batches of all ranks) / (Σ n / n₀ of all ranks)
 
 So with equal weights every factor is 1 and nothing is multiplied. With accumulation the sum is over all micro-batches,
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.world import World
+from runtime.core.usage import UsageFlags
 from runtime.errors import InputError
 from runtime.torch_compat import all_gather_on
 
@@ -56,6 +58,10 @@ class Weights:
         self._sum, self._micro_batches = 0.0, 0
         self._control: World | None = None
         self._in_flight: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._unequal = False
+        """Whether a step has had other weights than n₀: from then on they are sent in each; equal on all ranks."""
+        self._unsent: list[float] | None = None
+        """Σ n / n₀ and micro-batches of this rank in the last step; None: all ranks have been sent them."""
         self._sums: list[float] | None = None
         """Σ n / n₀ of every rank in the last step, once it is complete."""
         self._correction = 1.0
@@ -134,6 +140,7 @@ class Weights:
             positive = [one for one in everyone if one]
             equal = len(set(positive)) == 1  # their mean may be rounded
             self.unit = (positive[0] if equal else math.fsum(positive) / len(positive)) if positive else 1.0
+        self._unequal = any(one != self.unit for one in everyone)
         return n
 
     def _meet(self, place: str, n: float | None = None, problem: str | None = None) -> list[tuple[Any, ...]]:
@@ -188,28 +195,44 @@ class Weights:
 
     # One step, in the order in which it happens.
 
-    def begin_step(self) -> None:
-        """Send what this rank's micro-batches weigh; before any bucket of the step is sent."""
+    def begin_step(self, marks: bool) -> None:
+        """Send what this rank's micro-batches weigh, before any bucket of the step is sent, unless it is known to be
+        what others expect, or others hear by marks that it is not.
+        """
         if not self._agreed:
             self._agree()
         if not self.active:
             return
-        self._sums = None
-        self._send(BACKWARD, [self._sum, self._micro_batches])
+        self._sums, self._unsent = None, [self._sum, float(self._micro_batches)]
         self._sum, self._micro_batches = 0.0, 0
+        if self._unequal or not marks:
+            self._send_sums()
+
+    def _send_sums(self) -> None:
+        assert self._unsent is not None
+        self._send(BACKWARD, self._unsent)
+        self._unsent = None
+
+    @property
+    def marked(self) -> bool:
+        """True if this rank has to mark a step: its weight, which it has not sent, is not that of one backward of n₀."""
+        return self._unsent not in (None, [1.0, 1.0])
 
     def end_backward(self) -> None:
         """Forget the weight of the present backward."""
         self.factor = None
 
-    def correction(self) -> float:
+    def correction(self, marks: UsageFlags | None) -> float:
         """Return what averages have to be multiplied by, in a step whose buckets are all here. Raises InputError on all
-        ranks alike where all weights of the step are 0.
+        ranks alike where all weights of the step are 0. `marks`: of all ranks; None: there are none.
         """
         if not self.active:
             return 1.0
         if self._sums is None:
-            rows = self._received()
+            if self._unsent is not None and marks is not None and marks.marked():
+                self._unequal = True
+                self._send_sums()
+            rows = self._received() if self._unsent is None else [[1.0, 1.0]] * self._world.ranks
             self._sums = [one for one, _ in rows]
             total = math.fsum(self._sums)
             if not total:

@@ -32,6 +32,10 @@ def test_equal_weights_change_no_bit(several: list[dict[str, Any]]) -> None:
         assert all(rank["equal_weights"].values()), rank["equal_weights"]
 
 
+def test_equal_weights_take_no_message(several: list[dict[str, Any]]) -> None:
+    assert all(rank["messages"] == [0, 0, 1, 2] for rank in several)
+
+
 def test_a_weighted_mean_in_float32_is_within_two_ulp(several: list[dict[str, Any]]) -> None:
     assert all(rank["bits_of_float32"] <= 2 for rank in several)
 

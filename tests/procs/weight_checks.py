@@ -304,6 +304,19 @@ def zero_weight() -> dict[str, bool]:
     return found
 
 
+def messages() -> list[int]:
+    """Messages of weights behind each step: equal ones, but for one rank's in the third step."""
+    model, sent, counts = Net(), list[object](), []
+    with attached(model) as session:
+        weights, send = session._weights, session._weights._send
+        weights._send = lambda *given: (sent.append(given), send(*given))[1]  # type: ignore[method-assign, func-returns-value]
+        for step in range(4):
+            session.weight(3 if step == 2 and dist.get_rank() == 1 else 2)
+            loss_of(model, *samples(0, step)).backward()
+            counts.append(len(sent))
+    return counts
+
+
 def kept_average() -> float:
     """Difference from the sum of two weighted means, where a script does not zero the first."""
     model, reference = Net(), Net()
@@ -427,7 +440,7 @@ def all_checks() -> dict[str, Any]:
         "like_one_process": like_one_process(), "equal_weights": equal_weights(), "bits_of_float32": bits_of_float32(),
         "narrow_mean": narrow_mean(), "refusals": refusals(), "zero_weight": zero_weight(),
         "kept_average": kept_average(),
-        "continued": continued(),
+        "continued": continued(), "messages": messages(),
         "late_rank": late_rank() if dist.get_world_size() == 2 else None,
         "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
     }  # fmt: skip
