@@ -308,8 +308,13 @@ def messages() -> list[int]:
     """Messages of weights behind each step: equal ones, but for one rank's in the third step."""
     model, sent, counts = Net(), list[object](), []
     with attached(model) as session:
-        weights, send = session._weights, session._weights._send
-        weights._send = lambda *given: (sent.append(given), send(*given))[1]  # type: ignore[method-assign, func-returns-value]
+        send = session._weights._send
+
+        def counted(*given: Any) -> None:
+            sent.append(given)
+            send(*given)
+
+        session._weights._send = counted  # type: ignore[method-assign]
         for step in range(4):
             session.weight(3 if step == 2 and dist.get_rank() == 1 else 2)
             loss_of(model, *samples(0, step)).backward()
