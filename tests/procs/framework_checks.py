@@ -201,7 +201,7 @@ class TokenModule(lightning.LightningModule):
 
 
 def by_lightning(folder: Path) -> nn.Module:
-    """Lightning, likewise."""
+    """Lightning, with one too."""
     module = TokenModule()
     lightning.Trainer(
         accelerator="cpu", devices=2, strategy=PlannerStrategy(weight=lambda: module.number), max_epochs=3,
