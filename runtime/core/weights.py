@@ -3,8 +3,8 @@
     weight(n)             ─▶ kept for the next backward
     first gradient of it  ─▶ in the first backward ranks agree on n₀, the mean of their weights; later each takes n / n₀
     each gradient         ─▶ times n / n₀ before autograd adds it to `.grad`; zeros where n is 0
-    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own, from
-                             the first step on in which they are not 1 everywhere, which a mark in the last bucket says
+    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own:
+                             from the first step on where a rank's are not 1, which a mark in its last bucket reports
     all buckets are here  ─▶ the averages are multiplied by (micro-batches of all ranks) / (Σ n / n₀ of all ranks)
 
 So with equal weights every factor is 1 and nothing is multiplied. With accumulation the sum is over all micro-batches,
