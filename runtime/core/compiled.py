@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -90,7 +90,8 @@ class CompileOptions:
     @property
     def identity(self) -> str:
         """Return what distinguishes these arguments from others, in other processes, too."""
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(f"{name}={value!r}" for name, value in given.items()))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -107,6 +108,11 @@ class CompileOptions:
             )
         settings = self.settings
         return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
+
+
+def compile_identity(argument: CompileArgument | None) -> str | None:
+    """Return what ranks compare of what `attach` was given. Raises InputError where it cannot compile."""
+    return None if argument is None else CompileOptions.of(argument).identity
 
 
 def check_compile(model: nn.Module, argument: CompileArgument | None) -> str | None:
@@ -253,7 +259,8 @@ class CompiledModel:
         if form is None or form.backend.begun is None:
             return (
                 f"compiled by {self._options.name}: no graph so far; where the model has no forward of its own, as a "
-                f"subclass of nn.Sequential, attach torch.compile(model)"
+                f"subclass of nn.Sequential, attach torch.compile(model); a graph break in a loop leaves all of a forward "
+                f"uncompiled (TORCH_LOGS=graph_breaks lists them)"
             )
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
@@ -280,11 +287,11 @@ class CutBackend:
     """Backend of `torch.compile` that splits each graph before the first operations of some modules.
 
     What a graph break of the model's own has divided already is split further. A module that a graph calls several
-    times begins a region once.
+    times begins a region once; one without a forward (a list of layers) begins one with the first of its modules.
     """
 
     def __init__(self, cuts: Sequence[nn.Module], compiler: Callable[..., Any]) -> None:
-        self._cuts = frozenset(map(id, cuts))
+        self._cuts = {id(part): id(cut) for cut in cuts for part in (*_called_for(cut), cut)}
         self._compiler = compiler
         self.begun: set[int] | None = None
         """Modules that a region began with, in graphs of any shape, by id; None: nothing was compiled yet."""
@@ -302,7 +309,7 @@ class CutBackend:
         regions: dict[torch.fx.Node, int] = {}
         for node in graph.graph.nodes:
             if node.op not in ("placeholder", "output", "get_attr"):
-                new = (self._cuts & modules_of_node(graph, node)) - begun
+                new = {self._cuts[one] for one in self._cuts.keys() & modules_of_node(graph, node)} - begun
                 begun |= new
                 firsts.update(sorted(new)[:1])  # of modules inside each other one
                 region += bool(new) and computed  # nothing precedes the first operation
@@ -310,3 +317,11 @@ class CutBackend:
             regions[node] = region
         self.begun = firsts | (self.begun or set())
         return regions
+
+
+def _called_for(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are called in place of one without a forward."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield child
+            yield from _called_for(child)
