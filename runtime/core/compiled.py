@@ -259,8 +259,8 @@ class CompiledModel:
         if form is None or form.backend.begun is None:
             return (
                 f"compiled by {self._options.name}: no graph so far; where the model has no forward of its own, as a "
-                f"subclass of nn.Sequential, attach torch.compile(model); a graph break in a loop leaves all of a forward "
-                f"uncompiled (TORCH_LOGS=graph_breaks lists them)"
+                f"subclass of nn.Sequential, attach torch.compile(model); a graph break in a loop (see TORCH_LOGS="
+                f"graph_breaks) leaves a forward uncompiled"
             )
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
