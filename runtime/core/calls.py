@@ -32,7 +32,7 @@ class DirectForward:
     def install(self) -> None:
         """Put the method there, or around what has taken its place since."""
         before = self._model.__dict__.get("forward")
-        if may_have_methods(self._model) and (before is None or before is not self._method):
+        if may_have_methods(self._model) and (self._method is None or before is not self._method):
             self._before = before
             function = _redirect(self._model, weakref.ref(self), before)
             self._method = self._model.__dict__["forward"] = MethodType(function, self._model)

@@ -153,16 +153,28 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the modules at which graphs may be cut: the children of lists and sequences of modules, and of dicts with
     numbers as keys, outside of each other, in the order in which they are registered, which is usually that of forward.
+    One that has most of the model (an encoder before a head) is divided, where it has such children.
     """
     found: list[str] = []
-    modules = modules_by_name(model)
+    modules, half = modules_by_name(model), _elements(model) / 2
     for name, module in modules.items():
-        inside = any(f"{name}.".startswith(f"{block}.") for block in found)
-        numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
-        if (numbered or isinstance(module, nn.ModuleList | nn.Sequential)) and not inside:
-            named = (canonical_name(f"{name}.{child}" if name else child) for child, _ in module.named_children())
-            found += [block for block in named if any(True for _ in modules[block].parameters())]
-    return found
+        if not _is_list(module) or any(f"{name}.".startswith(f"{block}.") for block in found):
+            continue
+        for child, block in module.named_children():
+            path, size = canonical_name(f"{name}.{child}" if name else child), _elements(block)
+            divided = size > half and any(_is_list(one) and _elements(one) for one in block.modules())
+            if size and not divided and path in modules:  # a module of several lists has one path
+                found.append(path)
+    return sorted(found, key=list(modules).index)
+
+
+def _is_list(module: nn.Module) -> bool:
+    numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
+    return numbered or isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def default_cuts(model: nn.Module) -> tuple[str, ...]:

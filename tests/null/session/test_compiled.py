@@ -59,6 +59,10 @@ def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() 
     })  # fmt: skip
     assert blocks_of(model) == ["blocks.0", "blocks.1", "layers.0", "layers.1", "head.1"]
     assert blocks_of(nn.Linear(2, 2)) == []
+    divided = nn.Sequential(nn.ModuleDict({"net": stack(2)}), nn.Linear(2, 2))
+    assert blocks_of(divided) == ["0.net.0", "0.net.1", "1"]
+    shared = stack(3)
+    assert blocks_of(nn.ModuleDict({"a": shared[:2], "b": shared[1:]})) == ["a.0", "a.1", "b.2"]
     assert blocks_of(torch.compile(stack(2))) == ["0", "1"]  # type: ignore[arg-type]
 
 
