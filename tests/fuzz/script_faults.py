@@ -19,6 +19,7 @@ from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.delay.server import Server
 from runtime.optimizers.shared_operator import SharedOperator
+from runtime.outer import local_steps
 from runtime.session.session import Session
 from runtime.sharded import awaited
 from runtime.sharded import exchange as sharded
@@ -93,6 +94,9 @@ FAULTS = {
     "owners go further than they should": Fault(Server, "update", _faster, "delayed dtype=float64: train 4"),
     "owners orthogonalize gradients without momentum": Fault(
         SharedOperator, "_result", _without_momentum, "exact optimizer=muon: train 3"
+    ),
+    "workers keep the state of their optimizers": Fault(
+        local_steps, "average_optimizer", lambda *_: None, "outer optimizer=adamw: train 4; switch 1; train 2"
     ),
     "closures' losses are not averaged": Fault(
         LossAveraging, "install", lambda *_: [], "exact optimizer=lbfgs: train 2"

@@ -175,6 +175,43 @@ def several_optimizers() -> dict[str, Any]:
     return found
 
 
+class Skipping(torch.optim.AdamW):
+    """Leaves out the steps that a GradScaler leaves out."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step where all gradients are finite."""
+        if all(bool(p.grad.isfinite().all()) for group in self.param_groups for p in group["params"]):
+            super().step(closure)
+
+
+def scaled() -> dict[str, Any]:
+    """Workers whose GradScalers leave out steps, others on each of them, come to what the reference makes of it: in the
+    warm-up all leave out a step, and H counts all steps.
+    """
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return net_loss(model, rank, step) * (float("inf") if (step + rank) % 3 == 0 else 1.0)
+
+    def skipping(model: nn.Module) -> torch.optim.Optimizer:
+        return Skipping(model.parameters(), lr=0.02)
+
+    found: dict[str, Any] = {}
+    for name, spec in (("diloco", DILOCO), ("streaming", STREAMING)):
+        expected = Reference(Net, skipping, loss, dist.get_world_size(), spec).begin().run(14)
+        scaler = torch.amp.GradScaler("cpu")
+        model, optimizer, session = started(plan_of(spec), loss_scale=scaler.get_scale)
+        for step in range(14):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, dist.get_rank(), step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        session.wait_for_weights()
+        found[name] = near(model.parameters(), expected.models[dist.get_rank()].parameters())
+        found[f"{name}, steps"] = session.step == 14 and scaler.get_scale() < 2.0**16
+        session.detach()
+    return found
+
+
 def live_bytes() -> int:
     """Bytes of all tensors that this process has."""
     gc.collect()
@@ -739,19 +776,36 @@ class Normed(nn.Module):
         scores: Tensor = self.two(self.norm(self.one(x)))
         return scores
 
+    def statistics(self) -> Tensor:
+        """Copies of both, shape (14,)."""
+        return torch.cat([self.norm.running_mean, self.norm.running_var])
+
 
 def buffers() -> dict[str, Any]:
-    """Statistics of BatchNorm are a worker's own between rounds, and their mean after one."""
-    model = Normed()
-    names = tuple(name for name, _ in model.named_parameters())[::-1]
-    plan = plan_of(OuterSpec(every=2), buckets=(PlanBucket(gradients=names),))
-    model, optimizer, session = started(plan, adamw, model)
-    assert isinstance(model, Normed)
-    train(model, optimizer, range(3))
-    apart = not same_everywhere([model.norm.running_mean])
-    train(model, optimizer, range(3, 4))
-    results = {"apart": apart, "mean": same_everywhere([model.norm.running_mean, model.norm.running_var])}
-    session.detach()
+    """Statistics of BatchNorm are a worker's own between rounds, after one the mean of what they were behind its launch;
+    global weights have the mean of the present ones.
+    """
+    results: dict[str, Any] = {}
+    names = tuple(name for name, _ in Normed().named_parameters())[::-1]
+    for late in (0, 1):
+        plan = plan_of(OuterSpec(every=2, delay_steps=late), buckets=(PlanBucket(gradients=names),))
+        model, optimizer, session = started(plan, adamw, Normed())
+        assert isinstance(model, Normed)
+        own: list[Tensor] = []
+        for step in range(1, 10):
+            optimizer.zero_grad()
+            loss = net_loss(model, dist.get_rank(), step)
+            own.append(model.statistics())
+            loss.backward()
+            optimizer.step()
+            launched = step - late
+            expected = own[-1] if launched % 2 or not launched else mean_over_ranks(own[launched - 1])
+            results[f"{late} steps late, step {step}"] = near([model.statistics()], [expected])
+        results[f"{late} steps late, apart"] = not same_everywhere([own[-1]])
+        expected = mean_over_ranks(model.statistics())
+        with session.global_weights():
+            results[f"{late} steps late, global"] = near([model.statistics()], [expected])
+        session.detach()
     return results
 
 
@@ -761,6 +815,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         against_reference,
         plain_averaging,
         several_optimizers,
+        scaled,
         compressed,
         narrow_against_reference,
         resumed,

@@ -187,6 +187,18 @@ def test_lossy_plans_are_drop_in_too() -> None:
         assert all(not one.sharded for one in (plan.alternatives or {}).values())
 
 
+def test_outer_steps_have_no_sharded_step_and_say_so() -> None:
+    taken = 0
+    for machines in CLUSTERS:
+        given = profile("bert", "AdamW", machines)
+        plan = optimize(given, accuracy="relaxed", allow=["outer", "sharded-step"], compress="none", max_period=8)
+        assert not (plan.outer and plan.sharded)
+        if plan.outer and optimize(given, allow=["sharded-step"]).sharded:
+            assert any("not sharded, as it may be: relaxed plans are made" in note for note in plan.notes)
+            taken += 1
+    assert taken
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
