@@ -23,12 +23,15 @@ from planner.comparison.learners import JobSource, Source
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
 from planner.comparison.variants import DDP, NO_COMMUNICATION, BucketVariant, Rounds
+from planner.documents.text import pluralize
 from planner.profile.bench import Bench, Progress, synchronize
 from planner.profile.step import joined
+from runtime.checks.topology import adapt
 from runtime.comm.shared_memory import available_bytes
-from runtime.errors import InputError
+from runtime.errors import InputError, PlanMismatch
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.optimizers.kinds import each_of
+from runtime.session.session import Session
 
 BLOCKS = 10
 """Largest number of interleaved blocks that a contestant's steps are divided into."""
@@ -78,6 +81,7 @@ class Contestant:
             with named_plan(variant):
                 communicating = self.runner.communicating(variant, self._optimizer)
                 self._forward = self._communication.enter_context(communicating)
+                check_compresses(variant, self.runner._session)
             self._start = start.pop_all()
         source.seed_generators(seed)
         self._generators = generators()
@@ -114,6 +118,20 @@ class Contestant:
         held += [one for state in states for one in state.values() if isinstance(one, Tensor)]
         held += 2 * [parameter for parameter in model.parameters() if parameter.requires_grad]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def check_compresses(variant: BucketVariant, session: Session | None) -> None:
+    """Raise PlanMismatch, on all ranks alike, where ranks on one node leave the plan's compression between nodes out."""
+    plan = variant.plan
+    if session is None or plan is None:
+        return
+    executed = adapt(plan, session._world, session._parameters).buckets
+    if count := sum(now.dense and not planned.dense for now, planned in zip(executed, plan.buckets, strict=True)):
+        raise PlanMismatch(
+            f"{pluralize(count, 'bucket')} would be sent uncompressed, for these ranks are on one node, and the plan "
+            f"compresses between nodes: expected its nodes; run it there with torchrun, or with --emulate "
+            f"HOSTSxRANKS@RATE"
+        )
 
 
 def counted_us(variant: BucketVariant, times_us: Sequence[float], begun: Sequence[int]) -> list[float]:
@@ -265,7 +283,7 @@ def learn_all(source: Source, variants: Sequence[BucketVariant], learn: Learn) -
         if source.bench.progress.show:
             names = ", ".join(variant.name for variant in variants)
             source.bench.progress.announce(
-                f"{learn.steps} steps of {names} from {learn.seeds} seeds take about {estimated_s:.0f} s"
+                f"{learn.steps} steps of {names} from {pluralize(learn.seeds, 'seed')} take about {estimated_s:.0f} s"
                 + (f", one contestant after the other: {one_by_one}" if one_by_one else "")
             )
         start_s = time.perf_counter()
