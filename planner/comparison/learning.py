@@ -77,6 +77,7 @@ class Contestant:
         self._communication = ExitStack()
         with ExitStack() as start:
             start.enter_context(self.trained.restored(self._optimizer))
+            start.callback(self._communication.close)
             self.trained.model.zero_grad(set_to_none=True)
             with named_plan(variant):
                 communicating = self.runner.communicating(variant, self._optimizer)

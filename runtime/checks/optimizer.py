@@ -175,9 +175,8 @@ def warn_of_selection(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def warn_of_cost(plan: Plan) -> None:
-    """Warn of what a plan costs in accuracy, unless it was measured to learn as DDP does. Of one that was not, or that
-    measuring told nothing of, none is said if its buckets ended within DDP's own spread in the project's tasks: if they
-    are exact, or narrow.
+    """Warn of a plan that was measured to learn worse than DDP does, or of whose low rank, selection or relaxed mode that
+    is not known. Narrow dtypes ended within DDP's own spread in the project's tasks.
     """
     risky = plan.accuracy == "relaxed" or any(b.transport.sparse or b.compressor.rank for b in plan.buckets)
     measured = accuracy_of(plan)
