@@ -285,22 +285,6 @@ def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[n
     return values
 
 
-def constant_text(loss: float, steps: int) -> str:
-    """Return what is wrong where all losses of DDP are the same."""
-    return (
-        f"found the same loss, {loss:.6g}, in all {steps} steps with DDP, expected one that training changes; correct "
-        f"the job's loss, optimizer or batches"
-    )
-
-
-def not_finite_text(loss: float, step: int, seed: int) -> str:
-    """Return what is wrong with DDP's loss in a step of a seed, both from 0."""
-    return (
-        f"found a loss of {loss} with DDP in step {step + 1} of seed {seed + 1}, expected finite losses, or nothing "
-        f"can be compared; lower the learning rate, or correct the job"
-    )
-
-
 def last_losses(losses: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean over the last tenth of the steps. Shape (seeds, steps) → (seeds,)."""
     count = max(1, round(LAST_SHARE * losses.shape[1]))

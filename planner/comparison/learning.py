@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from planner.comparison.contestants import Learn
-from planner.comparison.learned import constant_text, not_finite_text
 from planner.comparison.learners import JobSource, Source
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
@@ -178,7 +177,10 @@ class LearningRunner(Runner[BucketVariant]):
         if found := next((problem for problem, _ in seen if problem is not None), None):
             raise InputError(found)
         if all(constant for _, constant in seen):
-            raise InputError(constant_text(losses[0] or 0.0, self._learn.steps))
+            raise InputError(
+                f"{self._source.name}: found the same loss, {losses[0] or 0.0:.6g}, in all {self._learn.steps} steps with "
+                f"DDP, expected one that training changes; correct the job's loss, optimizer or batches"
+            )
         if over:
             record.step_us.append(counted_us(record.variant, contestant.times_us, contestant.begun))
             metric = self._open.pop(name).close()
@@ -199,7 +201,10 @@ class LearningRunner(Runner[BucketVariant]):
                     f"or a tensor of one element; return it"
                 )
             if name == DDP and not math.isfinite(one):
-                return not_finite_text(one, start + number, self._seed)
+                return (
+                    f"{self._source.name}: found a loss of {one} with DDP in step {start + number + 1} of seed "
+                    f"{self._seed + 1}, expected finite ones; lower the learning rate, or correct the job"
+                )
         first, expected, expected_loss = self._first.setdefault(start, (name, digest, loss))
         if digest != expected:
             pairs = zip(digest.split("\n"), expected.split("\n"), strict=True)
