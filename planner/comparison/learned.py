@@ -177,9 +177,10 @@ def summarize_learned(
         step_us = {name: Interval(us, us, us) for name, us in predicted_us.items()}
     spread = _spread(losses)
     metrics = _metrics(ranks)
-    rows = [
-        _row(name, losses, metrics, step_us, learn, spread) for name in losses if name in step_us
-    ]  # fmt: skip
+    first = ranks[0]
+    plans = {record.variant.name: record.variant.plan for record in first.records}
+    exact = {name: 0 if plan is None else plan.first_steps for name, plan in plans.items()}
+    rows = [_row(name, losses, metrics, step_us, learn, spread, exact[name]) for name in losses if name in step_us]
     lines = [sentence(row, learn) for row in rows if row.name not in (DDP, DDP_AGAIN)]
     if spread > learn.margin:
         by_metric = any(row.judged_by == "metric" for row in rows)
@@ -188,11 +189,10 @@ def summarize_learned(
             f"DDP itself, with sums in another order, ends up to {spread:.2%} apart, more than the margin of "
             f"{learn.margin_percent:g} %: train longer, or {instead}"
         )
-    first = ranks[0]
     notes = [f"steps are predicted for {learn.on}"] if predicted_us is not None else []
-    for variant in (record.variant for record in first.records):
-        if variant.plan is not None and (exact := variant.plan.first_steps):
-            notes.append(f"the first {exact} of {learn.steps} steps of {variant.name} are exact")
+    notes += [f"the first {count} of {learn.steps} steps of {name} are exact" for name, count in exact.items() if count]
+    if odd := [name for name, values in metrics.items() if not all(map(math.isfinite, values))]:
+        notes.append(f"the metric of {', '.join(odd)} is not finite, so that verdicts on it are by the loss alone")
     if first.one_by_one is not None:
         notes.append(f"contestants trained one after the other from the same start: {first.one_by_one}")
     return Learned(
@@ -285,22 +285,6 @@ def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[n
     return values
 
 
-def constant_text(loss: float, steps: int) -> str:
-    """Return what is wrong where all losses of DDP are the same."""
-    return (
-        f"found the same loss, {loss:.6g}, in all {steps} steps with DDP, expected one that training changes; correct "
-        f"the job's loss, optimizer or batches"
-    )
-
-
-def not_finite_text(loss: float, step: int, seed: int) -> str:
-    """Return what is wrong with DDP's loss in a step of a seed, both from 0."""
-    return (
-        f"found a loss of {loss} with DDP in step {step + 1} of seed {seed + 1}, expected finite losses, or nothing "
-        f"can be compared; lower the learning rate, or correct the job"
-    )
-
-
 def last_losses(losses: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean over the last tenth of the steps. Shape (seeds, steps) → (seeds,)."""
     count = max(1, round(LAST_SHARE * losses.shape[1]))
@@ -347,15 +331,16 @@ def _metrics(ranks: Sequence[LearnedRank]) -> dict[str, list[float]]:
 
 def _row(
     name: str, losses: Mapping[str, NDArray[np.float64]], metrics: Mapping[str, list[float]],
-    step_us: Mapping[str, Interval], learn: Learn, spread: float,
+    step_us: Mapping[str, Interval], learn: Learn, spread: float, exact_steps: int,
 ) -> LearnedRow:  # fmt: skip
     mine, ddp = losses[name], losses[DDP]
     differences = _against(mine, ddp)
     ci95, verdict = ((0.0, 0.0), "as ddp") if name == DDP else judge(differences, learn.margin)
     reached, of_ddp = _steps_to_ddp(mine, ddp), _steps_to_ddp(ddp, ddp)
     time = None
-    if reached is not None and of_ddp:
-        time = reached * step_us[name].value / (of_ddp * step_us[DDP].value)
+    if reached is not None and of_ddp and name != DDP_AGAIN:  # whose hook takes time
+        exact = min(reached, float(exact_steps))  # as long as DDP's: those that count are behind them
+        time = (exact + (reached - exact) * step_us[name].value / step_us[DDP].value) / of_ddp
     metric, telling = metrics.get(name), telling_seeds(differences, learn.margin)
     judged_by: JudgedBy = "loss"
     mean: float | None = None

@@ -129,8 +129,10 @@ def compare(
     if _asked is None and learn is not None:
         learned = Learn(steps=learn, seeds=seeds, margin_percent=margin, on=on)
         asked = replace(asked, learn=learned, plans={PLAN: asked.plan})
-    elif _asked is None and (seeds, margin, on) != (SEEDS, MARGIN_PERCENT, None):
-        raise InputError("planner.compare: found seeds, margin or on without learn, expected learn=STEPS, too; add it")
+    elif _asked is None and (seeds, margin, on, metric) != (SEEDS, MARGIN_PERCENT, None, None):
+        raise InputError(
+            "planner.compare: found seeds, margin, on or metric without learn, expected learn=STEPS, too; add it"
+        )
     keeps = plan if isinstance(plan, str | Path) and learn is not None and _asked is None else None
     if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")

@@ -175,12 +175,13 @@ def warn_of_selection(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def warn_of_cost(plan: Plan) -> None:
-    """Warn of what a plan costs in accuracy, unless it was measured to learn as DDP does, or is one whose buckets ended
-    within DDP's own spread in the project's tasks: exact ones, and narrow dtypes.
+    """Warn of a plan that was measured to learn worse than DDP does, or of whose low rank, selection or relaxed mode that
+    is not known. Narrow dtypes ended within DDP's own spread in the project's tasks.
     """
     risky = plan.accuracy == "relaxed" or any(b.transport.sparse or b.compressor.rank for b in plan.buckets)
-    measured = accuracy_of(plan) if risky else None
-    if risky and (measured is None or measured.verdict not in ("as ddp", "better")):
+    measured = accuracy_of(plan)
+    verdict = "not known" if measured is None else measured.verdict
+    if verdict == "worse" or (risky and verdict == "not known"):
         warnings.warn(
             f"{cost_line(plan)}; {page('concepts/accuracy')} has what is known", AccuracyCostWarning, stacklevel=3
         )

@@ -78,7 +78,7 @@ def cost_line(plan: Plan) -> str | None:
     what = "not measured on this job"
     if plan.accuracy_measured is not None:
         what = "measured before the plan was changed, not since"
-    return f"accuracy: {what} (planner compare JOB --learn STEPS)"
+    return f"accuracy: {what} (planner compare JOB --plan PLAN --learn STEPS)"
 
 
 def executed_bucket(bucket: PlanBucket) -> PlanBucket:

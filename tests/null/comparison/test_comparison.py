@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -444,6 +445,20 @@ def test_who_waits_for_whom_is_in_text_page_and_json() -> None:
         assert "plan: ranks that arrive last at its messages" in text
         assert "plan: arrival of each rank at each message behind the first one" in text
         assert "compute" in text
+
+
+def test_a_page_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setattr("planner.cli.comparing.on_ranks", None)
+    plan = str(tmp_path / "plan.json")
+    with contextlib.suppress(SystemExit):
+        main(["optimize", write(tmp_path / "profile.json", usual_document()), "-o", plan])
+    for learn in ((), ("--learn", "20")):
+        with pytest.raises(SystemExit):
+            main(["compare", "examples/digits.py:job", "--plan", plan, *learn, "--html", str(tmp_path / "page.html")])
+        assert "pip install plotly" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
