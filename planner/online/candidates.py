@@ -187,7 +187,10 @@ def digest_of(plan: Plan) -> str:
     operator = plan.updates.operator if plan.updates else None
     owned = None
     if operator is not None and operator.owners:
-        owned = OperatorPlan(owners=operator.owners, gathers=operator.gathers, inside=operator.inside)
+        owned = OperatorPlan(
+            owners=operator.owners, gathers=operator.gathers, inside=operator.inside,
+            batched=operator.batched, tolerance=operator.tolerance,
+        )  # fmt: skip
     steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
     return Plan(
         model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,

@@ -304,6 +304,8 @@ def _check_operator(
     messages, inside = operator.messages if owners else operator.gathers or (), operator.inside or ()
     problem = check_owner_ranks(f"{where}.owners", owners, parameters, plan.world.ranks)
     problem = problem or _check_gathers(f"{where}.gathers", messages, owners)
+    if problem is None and (unowned := next((name for name in operator.batched or () if name not in owners), None)):
+        return f"{where}.batched: found {unowned!r}, which has no owner; expected names of owners: {HINT}"
     if problem or not inside:
         return problem
     if max(inside) >= len(messages):

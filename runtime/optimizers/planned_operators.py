@@ -81,6 +81,8 @@ class PlannedOperators:
             shared.share(
                 {parameter: owners[name] for name, parameter in mine.items()},
                 [(world, members) for world, members in messages if world is not None and members],
+                [mine[name] for name in (planned.batched or () if planned else ()) if name in mine],
+                planned.tolerance or 0.0 if planned else 0.0,
             )
 
     def begin_step(self) -> None:

@@ -28,7 +28,7 @@ from runtime.comm.world import World
 from runtime.errors import FallbackWarning, InputError
 from runtime.monitor.clock import Clock
 from runtime.optimizers.pto import Pending, Split
-from runtime.optimizers.units import Compute, Operator
+from runtime.optimizers.units import Compute, Operator, stack_difference
 from runtime.torch_compat import plain_step
 
 TIMED_STEPS = 8
@@ -64,6 +64,9 @@ class SharedOperator:
         self._callers: dict[Tensor, bool] = {}
         """Whether the step calls the operator for a parameter, of those that were timed."""
         self._splits: dict[tuple[Tensor, ...], Split] = {}
+        self._batched, self._tolerance = frozenset[Tensor](), 0.0
+        self._stacks: set[tuple[Tensor, ...]] | None = None
+        """Matrices that this rank computes as one stack; None: ranks have not compared them yet."""
         self._open = ExitStack()
         """Holds the operator's replacement while the step runs."""
         self._busy = False
@@ -86,18 +89,27 @@ class SharedOperator:
         times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
         return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
 
-    def share(self, owners: Mapping[Tensor, int], gathers: Iterable[tuple[World, Sequence[Tensor]]]) -> None:
+    def share(
+        self, owners: Mapping[Tensor, int], gathers: Iterable[tuple[World, Sequence[Tensor]]],
+        batched: Iterable[Tensor] = (), tolerance: float = 0.0,
+    ) -> None:  # fmt: skip
         """Share from the next step on, unless ranks have found that they cannot; all ranks call this alike.
 
         Args:
             owners: rank that computes the operator, by parameter; every rank computes those of others.
             gathers: parameters of each message, in launch order, and the ranks that gather it: all, or those of this
                 node, every node alike, of which owners then are ranks.
+            batched: parameters whose matrices are one stack with those of one shape, group, message and owner, where
+                ranks find that its results are as near to those of one at a time as `tolerance`, relative to the
+                largest element; 0.0: with equal bits.
+            tolerance: see there.
         """
         self.close()
         self._owners = {} if self._stays else dict(owners)
         self._gathers = [(world, list(one)) for world, one in gathers]
         self._splits.clear()
+        self._batched = frozenset(batched if self._operator.batched else ())
+        self._tolerance, self._stacks = tolerance, None
 
     @property
     def shared(self) -> int:
@@ -130,11 +142,13 @@ class SharedOperator:
         if unknown:
             self._learn(groups, unknown)
             return
+        if self._batched and self._stacks is None:
+            self._compare_stacks(groups)
         pending: dict[Tensor, Tensor | tuple[Pending, int]] = {}
         for world, gather in self._gathers:
             for members in _by_dtype(gather, groups, self._forms):
                 split = self._split(world, members)
-                sent = split.start(lambda own: [self._result(p, groups[p]) for p in own], members)
+                sent = split.start(lambda own: self._results(own, groups), members)
                 pending.update((p, (sent, place)) for place, p in enumerate(members))
         calls = iter([p for p in groups if self._forms.get(p) is not None])
 
@@ -195,14 +209,63 @@ class SharedOperator:
             self._splits[key] = Split(world, owners, shapes, forms[0].dtype, members[0].device)
         return self._splits[key]
 
-    def _result(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        found = self.run_one(parameter, group, self._operator.compute)
+    def _result(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor:
+        found = self.run_one(parameter, group, compute)
         if found is None:
             raise InputError(
                 f"{self._what}: its step did not call the operator for {self._name(parameter)}, as steps before did; "
                 f"expected a call in every step in which it has a gradient"
             )
         return found
+
+    @torch.no_grad()
+    def _results(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
+        found: dict[Tensor, Tensor] = {}
+        for members in self._alike(own, groups):
+            if members in (self._stacks or ()):
+                matrices, options = self._given(members, groups)
+                results = self._operator.compute(torch.stack(matrices), options)
+                found.update(zip(members, results.unbind(), strict=True))
+            else:
+                found.update((p, self._result(p, groups[p], self._operator.compute)) for p in members)
+        return [found[p] for p in own]
+
+    def _alike(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[tuple[Tensor, ...]]:
+        """Return the parameters that may be one stack, in order; others are by themselves."""
+        found: dict[object, list[Tensor]] = {}
+        for p in own:
+            key = (id(groups[p]), p.dtype, self._forms[p]) if p in self._batched else id(p)
+            found.setdefault(key, []).append(p)
+        return list(map(tuple, found.values()))
+
+    def _given(self, members: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> tuple[list[Tensor], Any]:
+        """Return the matrices that the step gives to its operator, and the options with the first of them."""
+        options = list[Mapping[str, Any]]()
+
+        def keep(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            options.append(group)
+            return matrix
+
+        return [self._result(p, groups[p], keep) for p in members], options[0]
+
+    def _compare_stacks(self, groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Remember this rank's stacks of such a number and shape as every rank finds near enough to one at a time."""
+        mine: dict[tuple[Tensor, ...], str] = {}
+        for world, gather in self._gathers:
+            for one in _by_dtype(gather, groups, self._forms):
+                stacks = self._alike([p for p in one if self._owners[p] == world.rank], groups)
+                mine.update((of, f"{len(of)} of {self._forms[of[0]]}") for of in stacks if len(of) > 1)
+        found = [(kind, stack_difference(self._operator, *self._given(of, groups))) for of, kind in mine.items()]
+        everyone = self._world.gather(found, f"comparing stacks of the operator of {self._what}")
+        far = {kind: apart for of in everyone for kind, apart in of if apart > self._tolerance}
+        self._stacks = {of for of, kind in mine.items() if kind not in far}
+        for kind, apart in list(far.items())[:1]:
+            self._world.warn(
+                f"the operator of {self._what} is computed one matrix at a time: found a stack, {kind}, whose results "
+                f"differ by {apart:.1e} of their largest element; expected at most {self._tolerance}, as the plan's "
+                f"updates.operator.tolerance says: profile again on this device, or let the plan name a tolerance",
+                FallbackWarning,
+            )
 
     def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
         """Return a form for a parameter that each rank trains by itself: nothing is sent of its result, so that of the

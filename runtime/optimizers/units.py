@@ -6,7 +6,9 @@ parameters on owners, and operators on owners (`runtime.optimizers.shared_operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
@@ -73,6 +75,10 @@ class Operator(Protocol):
         """True if `step` writes to no parameter and no gradient before it calls the operator."""
 
     @property
+    def batched(self) -> bool:
+        """True if `compute` takes a stack of matrices of one group, (b, m, n), too."""
+
+    @property
     def update_dtype(self) -> torch.dtype | None:
         """Dtype of results that `apply` takes; None where it does not say how they are applied."""
 
@@ -93,6 +99,7 @@ class OwnOperator:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.batched = getattr(type(optimizer), "batched", False) is True
 
     @property
     def update_dtype(self) -> torch.dtype | None:
@@ -120,6 +127,7 @@ class NewtonSchulz:
     """The orthogonalization of `torch.optim.Muon`, in torch's own arithmetic."""
 
     keeps_inputs = True
+    batched = True
     update_dtype = torch.bfloat16
 
     def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
@@ -145,3 +153,29 @@ def operator_of(optimizer: torch.optim.Optimizer) -> Operator | None:
         return NewtonSchulz()
     declared = getattr(type(optimizer), "unit", None) == "matrix"
     return OwnOperator(optimizer) if declared and callable(getattr(type(optimizer), "operator", None)) else None
+
+
+SCALES = (1.0, 0.7)
+"""Factors of the matrices that are compared: with each, other bits are rounded."""
+
+
+@torch.no_grad()
+def stack_difference(operator: Operator, matrices: Sequence[Tensor], group: Mapping[str, Any]) -> float:
+    """Return how far the results of a stack are from those of its matrices one at a time, relative to the largest
+    element of these: 0.0 where all bits are equal, infinity where a stack has no such results.
+    """
+    largest = 0.0
+    for scale in SCALES:
+        scaled = [matrix * scale for matrix in matrices]
+        alone = torch.stack([operator.compute(one.clone(), group) for one in scaled])
+        try:
+            stack = operator.compute(torch.stack(scaled), group)
+        except Exception:  # ranks compare what each has found
+            return math.inf
+        if stack.shape != alone.shape or stack.dtype != alone.dtype:
+            return math.inf
+        if torch.equal(*(one.contiguous().view(torch.uint8) for one in (stack, alone))):
+            continue
+        apart = float((stack.double() - alone.double()).abs().max() / alone.double().abs().max())
+        largest = max(largest, sys.float_info.min, math.inf if math.isnan(apart) else apart)
+    return largest

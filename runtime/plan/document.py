@@ -254,6 +254,11 @@ class OperatorPlan(Record):
     inside: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Messages, by their place in `gathers`, that each node gathers by itself: the owner of their parameters is a local
     rank, of every node. None: all ranks gather all."""
+    batched: Annotated[tuple[Name, ...], Field(min_length=2)] | None = None
+    """Parameters whose owner computes those of one shape, group and message as one stack, where ranks find that its
+    results are near enough to those of one at a time. None: every matrix alone."""
+    tolerance: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Largest difference of such results, relative to the largest element; None: all bits are equal."""
     replicated_us: PredictedUs | None = None
     """The update if each rank computes all operators."""
     shared_us: PredictedUs | None = None
@@ -444,6 +449,7 @@ class Plan(Document):
             _from_step_problem,
             _shares_problem,
             _cuts_problem,
+            _tolerance_problem,
         )
         problem = next(filter(None, (check(self, path) for check in checks)), None)
         if problem is None and self.outer is not None:
@@ -579,6 +585,17 @@ def _from_step_problem(plan: Plan, path: str) -> str | None:
     return (
         f"{path}.from_step: found {plan.from_step} in {what}, whose steps are all alike; expected it in a plan with "
         f"compressed buckets: take it out, or plan with --accuracy bounded"
+    )
+
+
+def _tolerance_problem(plan: Plan, path: str) -> str | None:
+    """Return that operators of an exact plan may have other bits."""
+    operator = plan.updates.operator if plan.updates else None
+    if operator is None or operator.tolerance is None or plan.accuracy != "exact":
+        return None
+    return (
+        f"{path}.updates.operator.tolerance: found {operator.tolerance} in an exact plan, of equal bits; expected "
+        f"none: take it out, or plan with --accuracy bounded"
     )
 
 
