@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field
 
 from planner.documents.accelerators import ACCELERATORS, kind_of
@@ -116,6 +117,16 @@ class NormProfile(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperatorStack(Record):
+    """Time of a matrix optimizer's operator for some matrices of one shape as one stack."""
+
+    count: Annotated[int, Field(ge=2, le=MAX_GRADIENTS)]
+    operator_us: TimeUs
+    equal_bits: bool
+    """Whether the results of all ranks have the bits of one matrix at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OperatorShape(Record):
     """Time of a matrix optimizer's operator for one shape, on all ranks at once."""
 
@@ -128,6 +139,25 @@ class OperatorShape(Record):
     """Bytes of the result in a message."""
     parameters: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
     """Parameters of this shape, in the order in which the optimizer's step calls the operator."""
+    stacks: Annotated[tuple[OperatorStack, ...], Field(min_length=1, max_length=16)] | None = None
+    """Times of several at once, by rising number; None: not measured."""
+
+    @property
+    def stacked(self) -> bool:
+        """True if stacks have equal bits and are faster."""
+        return bool(self.stacks) and all(
+            one.equal_bits and one.operator_us < one.count * self.operator_us for one in self.stacks or ()
+        )
+
+    def stack_us(self, count: int) -> float:
+        """Return the time of one owner's matrices of one message: between measured numbers by lines, in proportion
+        beyond them; one at a time unless `stacked`.
+        """
+        counts, times_us = [0, 1], [0.0, self.operator_us]
+        for one in self.stacks or () if self.stacked else ():
+            counts.append(one.count)
+            times_us.append(one.operator_us)
+        return float(np.interp(min(count, counts[-1]), counts, times_us)) * max(1.0, count / counts[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ slow each other down, messages are counted as slowed throughout, and compute whi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,6 +59,10 @@ class OperatorCosts:
     """Work of an owner before it calls the operator; empty: none."""
     inside: tuple[int, Curve] | None = None
     """Number of ranks of a node, and the time of an all-gather inside of one; None: all gather every message."""
+    kinds: tuple[int, ...] = ()
+    """Shape of each matrix, by number, of those that owners compute in stacks; of others −1; empty: there are none."""
+    saved_us: tuple[tuple[float, ...], ...] = ()
+    """Time that a stack saves, by shape and number of matrices, from 0 to all."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -68,6 +73,8 @@ class OperatorCosts:
         listed, node = {name: shape for shape in profile.shapes for name in shape.parameters}, problem.node_costs
         sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
         total_us = sum(shape.operator_us for shape in listed.values())
+        stacked = [shape for shape in profile.shapes if shape.stacked]
+        kind = {name: number for number, shape in enumerate(stacked) for name in shape.parameters}
         rest_us = max(0.0, problem.update_us - total_us)
         all_bytes = max(1, sum(sizes.values()))
         # The step calls operators in the order of registration, which is about the reverse of readiness.
@@ -85,6 +92,11 @@ class OperatorCosts:
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
             before_us=tuple(listed[name].before_us for name in names),
             inside=None if node is None else (problem.cost.cluster.ranks_per_node, node.gather.curve),
+            kinds=tuple(kind.get(name, -1) for name in names) if stacked else (),
+            saved_us=tuple(
+                tuple(count * shape.operator_us - shape.stack_us(count) for count in range(len(shape.parameters) + 1))
+                for shape in stacked
+            ),
         )
 
     @property
@@ -139,6 +151,18 @@ class OperatorCosts:
         found: list[float] = (times_us * self.slowed).tolist()
         return found
 
+    def stacks(self, owners: Sequence[int], members: Sequence[int]) -> Counter[tuple[int, int]]:
+        """Return how many matrices of a message are in each stack, by owner and shape."""
+        return Counter((owners[i], self.kinds[i]) for i in members if self.kinds[i] >= 0) if self.kinds else Counter()
+
+    def stacked(self, shares: OperatorShares) -> list[int]:
+        """Return the matrices that are in stacks with others."""
+        found = list[int]()
+        for members in shares.messages:
+            sizes = self.stacks(shares.owners, members)
+            found += [i for i in members if sizes and sizes[shares.owners[i], self.kinds[i]] > 1]
+        return found
+
     def update(self, shares: OperatorShares) -> SharedUpdate:
         """Return the times of an update with these owners and messages."""
         if shares.inside and len(shares.inside) == len(shares.messages):  # every node alike
@@ -150,6 +174,8 @@ class OperatorCosts:
             work_us = [0.0] * self.scopes[inside][0]
             for matrix in members:
                 work_us[shares.owners[matrix]] += self.owner_us[matrix]
+            for (owner, kind), size in self.stacks(shares.owners, members).items():
+                work_us[owner] -= self.saved_us[kind][size]
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
             if self.compute_slowed == 1.0:
                 done = list(map(add, done, everyone))
@@ -189,7 +215,13 @@ class OperatorCosts:
     def bound_us(self) -> float:
         """Lower bound of the update over all owners and messages."""
         rest_us = sum(self.apply_us) + self.last_us
-        return min(self.unshared_us, max(self._relaxed_us(rest_us), self._counted_us(rest_us)))
+        least = self
+        if self.kinds:  # as if every matrix were in the best of stacks
+            best = [max(us / max(1, size) for size, us in enumerate(of)) for of in self.saved_us]
+            pairs = zip(self.operator_us, self.kinds, strict=True)
+            alone = tuple(us - best[kind] if kind >= 0 else us for us, kind in pairs)
+            least = replace(self, operator_us=alone, kinds=())
+        return min(self.unshared_us, max(least._relaxed_us(rest_us), least._counted_us(rest_us)))
 
     def _counted_us(self, rest_us: float) -> float:
         """Lower bound of the update by counting: of the k · ranks + 1 longest operators, k + 1 are on one rank, which
@@ -326,9 +358,10 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
     left = costs.count - len(plan.owners)
     kept = f", {left} small ones on all ranks" if left else ""
     near = f", {len(plan.inside)} of them inside nodes" if plan.inside else ""
+    stacks = f", {len(plan.batched)} of them in stacks of equal shapes, with equal bits" if plan.batched else ""
     gap = (plan.shared_us or 0.0) / plan.bound_us - 1.0 if plan.bound_us else 0.0
     return [
-        f"{every}; owners compute {len(plan.owners)}{kept}, results come in "
+        f"{every}; owners compute {len(plan.owners)}{kept}{stacks}, results come in "
         f"{pluralize(len(plan.messages), 'message')} ({ms(plan.gather_us or 0.0)}{near}): the update takes "
         f"{ms(plan.shared_us or 0.0)}, at most {max(0.0, gap):.1%} above the least possible"
     ]

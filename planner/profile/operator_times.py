@@ -2,11 +2,13 @@
 
 Timed on all ranks at once, as every rank computes all of them, on the matrix that the optimizer's step gives to the
 operator: of the first parameter of each shape, after the measured steps. Other ranks wait for the straggler, so the
-slowest rank's time counts. What an owner runs before the operator is timed by itself.
+slowest rank's time counts. What an owner runs before the operator is timed by itself, and so are
+stacks of two matrices, and of as many as each rank has of a shape, where operators take them.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,17 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape
+from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape, OperatorStack
 from planner.profile.bench import Bench, median_of_slowest
 from planner.profile.compute import Training
 from runtime.checks.optimizer import names_of
 from runtime.comm.world import World
 from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.optimizers.shared_operator import SharedOperator
-from runtime.optimizers.units import Operator, operator_of
+from runtime.optimizers.units import Operator, operator_of, stack_difference
 from runtime.session.session import Session
 
 WARM_UPS, REPEATS = 1, 7
+MOST_STACKED = 16
+"""Most matrices of a stack that is timed."""
 OF_NO_TIME = ("params", "lr", "initial_lr", "weight_decay")
 """Options of groups that no operator takes longer for."""
 
@@ -61,6 +65,7 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
     forms: dict[Form, list[str]] = {}
     runs: list[partial[Tensor]] = []
     begins: list[partial[Tensor | None]] = []
+    groups: dict[Form, dict[str, Any]] = {}
     for form, parameter, group in _members((one for one, _ in found), names):
         matrix = _matrix(alone[form[0]], parameter, group)
         if matrix is None:  # also of a shape that others have
@@ -68,25 +73,51 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
         if form not in forms:
             runs.append(partial(operators[form[0]].compute, matrix, group))
             begins.append(partial(_matrix, alone[form[0]], parameter, group))
-            forms[form] = []
+            forms[form], groups[form] = [], group
         forms[form].append(names[parameter])
     if not runs:
         return None
     with torch.no_grad():
         results = [run() for run in runs]
         times_us = median_of_slowest(bench.times_us([*runs, *begins], REPEATS, "operators of matrices", WARM_UPS))
+        stacks = [
+            _stacks(training, bench, alone[form[0]], operators[form[0]], groups[form], listed)
+            for form, listed in forms.items()
+        ]
     return _profile(
         found,
         (
             OperatorShape(
                 shape=form[1], operator_us=round(float(time_us), 3), before_us=round(float(before_us), 3),
-                result_bytes=result.numel() * result.element_size(), parameters=tuple(listed),
+                result_bytes=result.numel() * result.element_size(), parameters=tuple(listed), stacks=together,
             )
-            for (form, listed), time_us, before_us, result in zip(
-                forms.items(), times_us[: len(runs)], times_us[len(runs) :], results, strict=True
+            for (form, listed), time_us, before_us, result, together in zip(
+                forms.items(), times_us[: len(runs)], times_us[len(runs) :], results, stacks, strict=True
             )
         ),
     )  # fmt: skip
+
+
+def _stacks(
+    training: Training, bench: Bench, alone: SharedOperator, operator: Operator, group: dict[str, Any],
+    listed: Sequence[str],
+) -> tuple[OperatorStack, ...] | None:  # fmt: skip
+    """Time stacks of the matrices of one shape; None of a shape without any."""
+    most = min(MOST_STACKED, len(listed), max(2, -(-len(listed) // bench.world.ranks)))
+    found = (_matrix(alone, training.parameters[name], group) for name in listed[: most if operator.batched else 0])
+    matrices = [matrix for matrix in found if matrix is not None and matrix.dim() == 2]
+    given = [matrices[:count] for count in sorted({2, most}) if 2 <= count <= len(matrices)]
+    apart = [stack_difference(operator, of, group) for of in given]
+    everyone = zip(*bench.world.gather(apart, "comparing stacks of matrices"), strict=True)
+    usable = [(of, max(by_rank)) for of, by_rank in zip(given, everyone, strict=True) if max(by_rank) < math.inf]
+    if not usable:
+        return None
+    runs = [lambda of=of: operator.compute(torch.stack(of), group) for of, _ in usable]
+    times_us = median_of_slowest(bench.times_us(runs, REPEATS, "stacks of matrices", WARM_UPS))
+    return tuple(
+        OperatorStack(count=len(of), operator_us=round(float(time_us), 3), equal_bits=far == 0.0)
+        for (of, far), time_us in zip(usable, times_us, strict=True)
+    )
 
 
 def _profile(found: Sequence[WithOperator], shapes: Iterable[OperatorShape]) -> OperatorProfile:
