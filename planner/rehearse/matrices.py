@@ -30,16 +30,17 @@ class WaitingMatrices(torch.optim.Optimizer):
             parameters = [named[name] for name in shape.parameters]
             item_bytes = round(shape.result_bytes / max(1, parameters[0].numel()))
             dtype = RESULTS.get(item_bytes, torch.bfloat16)
-            groups.append({"params": parameters, "operator": shape, "dtype": dtype})
+            times_us = [shape.stack_us(count) for count in range(len(parameters) + 1)]
+            groups.append({"params": parameters, "operators_us": times_us, "dtype": dtype})
         super().__init__(groups, {"lr": 1e-2})
         self._accelerator = device
         dtypes = {group["dtype"] for group in self.param_groups}
         self.update_dtype = dtypes.pop() if operator.applied and len(dtypes) == 1 else None
 
     def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Wait for the operator's time, of a stack for that of all; return zeros."""
+        """Wait for the operator's time, of a matrix or a stack of some; return zeros."""
         count = len(matrix) if matrix.dim() > group["params"][0].dim() else 1
-        self._accelerator.run(group["operator"].stack_us(count))
+        self._accelerator.run(group["operators_us"][count])
         return torch.zeros_like(matrix, dtype=group["dtype"])
 
     @torch.no_grad()

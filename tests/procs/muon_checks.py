@@ -133,11 +133,11 @@ def batch(step: int) -> Tensor:
 
 def shared(
     plan: Plan, owners: Mapping[str, int], gathers: Iterable[Iterable[str]] | None = None,
-    inside: tuple[int, ...] | None = None,
+    inside: tuple[int, ...] | None = None, batched: tuple[str, ...] | None = None,
 ) -> Plan:  # fmt: skip
     """Return a plan whose operators have these owners; `inside`: messages of every node by itself."""
     messages = None if gathers is None else tuple(map(tuple, gathers))
-    operator = OperatorPlan(owners=dict(owners), gathers=messages, inside=inside)
+    operator = OperatorPlan(owners=dict(owners), gathers=messages, inside=inside, batched=batched)
     return replace(plan, updates=UpdatePlan(operator=operator))
 
 
@@ -258,6 +258,7 @@ def everything() -> dict[str, Any]:
         }
         found["switched"] = switched(ranks)
         found["resumed"] = resumed(ranks)
+    found["stacked"] = stacked(ranks)
     found["newton_schulz"] = newton_schulz()
     found["raised"] = raised_within(ranks)
     found["replanned"] = replanned(ranks)
@@ -354,6 +355,43 @@ def replanned(ranks: int) -> bool:
     return plan.updates == UpdatePlan(operator=OperatorPlan(owners=owners_of(ranks)))
 
 
+class Signs(Whitened):
+    """Takes stacks, which have equal bits."""
+
+    batched = True
+    stacks = 0
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        Signs.stacks += matrix.dim() == 3
+        return matrix.sign()
+
+
+def stacked(ranks: int) -> bool:
+    """Matrices of one shape and owner are one stack where bits are equal; weights are those of DDP."""
+
+    def trained(make: Callable[[Any], Optimizer], owned: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(4)))
+        made, names = make(list(model.parameters())), tuple(dict(model.named_parameters()))
+        owners = {name: place % ranks for place, name in enumerate(names)}
+        plan = shared(plan_of(model, ranks), owners, batched=names)
+        session = planner.attach(model, made, plan) if owned else None
+        forward = model if owned else DistributedDataParallel(model)
+        for step in range(4):
+            made.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            forward(torch.randn(6, 12, generator=generator)).square().mean().backward()
+            made.step()
+        if session is not None:
+            session.detach()
+        return model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", runtime.FallbackWarning)  # Muon's bits depend on the device
+        same = [equal(trained(make, owned=True), trained(make, owned=False)) for make in (MAKERS["Muon"], Signs)]
+    return all(same) and Signs.stacks > 0
+
+
 def newton_schulz() -> bool:
     """The operator that planner computes has the bits of torch's step."""
     generator = torch.Generator().manual_seed(1)
@@ -374,11 +412,13 @@ def newton_schulz() -> bool:
 def refusals(ranks: int) -> dict[str, str]:
     """Return the messages of what cannot be attached."""
 
-    def attach(owners: Mapping[str, int], gathers: Any = None, of: Any = None, inside: Any = None) -> str:
+    def attach(
+        owners: Mapping[str, int], gathers: Any = None, of: Any = None, inside: Any = None, batched: Any = None
+    ) -> str:
         model = Mixer()
         made = optimizers(model, MAKERS["Muon"]) if of is None else of(model)
         plan = plan_of(model, ranks, world=PlanWorld(ranks=ranks, nodes=ranks))
-        return raised(lambda: planner.attach(model, made, shared(plan, owners, gathers, inside)))
+        return raised(lambda: planner.attach(model, made, shared(plan, owners, gathers, inside, batched)))
 
     return {
         "rank": attach({"up.weight": ranks}),
@@ -387,6 +427,7 @@ def refusals(ranks: int) -> dict[str, str]:
         "vector": attach({"up.bias": 0}),
         "local rank": attach({"up.weight": 1}, [["up.weight"]], inside=(0,)),
         "message": attach({"up.weight": 0}, [["up.weight"]], inside=(1,)),
+        "unowned": attach({"up.weight": 0}, batched=("up.weight", "side.weight")),
         "twice": attach(
             {}, of=lambda model: [kind(model.parameters()) for kind in (torch.optim.SGD, torch.optim.Adam)]
         ),

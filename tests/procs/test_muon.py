@@ -22,6 +22,7 @@ def test_shared_operators_give_the_bits_of_ddp(results: list[dict[str, Any]]) ->
         assert rank["switched"]
         assert rank["resumed"]
         assert rank["newton_schulz"]
+        assert rank["stacked"]
         assert rank["raised"]
         assert rank["replanned"]
 
@@ -46,6 +47,7 @@ def test_messages_inside_of_nodes_have_the_bits_of_every_rank_repeating() -> Non
         ("vector", "shares the operator of up.bias, but found AdamW for it, which has no operator without state"),
         ("local rank", "updates.operator.inside: found rank 1 for 'up.weight'; expected ranks from 0 to 0"),
         ("message", "updates.operator.inside: found message 1 of 1; expected places in gathers"),
+        ("unowned", "updates.operator.batched: found 'side.weight', which has no owner"),
         ("twice", "optimizers: found embed.weight in two of them, SGD at position 0 and Adam at 1"),
         ("empty", "optimizer: found an empty list, expected an optimizer, or None"),
         ("none inside", "optimizer: found a list with a NoneType, expected a torch.optim.Optimizer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from planner.profile.bench import Bench
 from planner.profile.operator_times import measure_operators
 from runtime.comm.world import World
+from runtime.errors import FallbackWarning
 from runtime.monitor.clock import WallClock
 from runtime.optimizers.kinds import find_not_elementwise
 from runtime.optimizers.shared_operator import SharedOperator
-from runtime.optimizers.units import BY_MATRIX, OwnOperator, kind_name, operator_of, unit_of
+from runtime.optimizers.units import BY_MATRIX, OwnOperator, kind_name, operator_of, stack_difference, unit_of
 
 
 class Own(torch.optim.SGD):
@@ -119,6 +121,8 @@ def test_operators_of_all_optimizers_are_timed_by_shape_and_options() -> None:
     assert not found.applied
     assert [shape.parameters for shape in found.shapes] == [("more.0", "wide"), ("more.1",), ("square",), ("tall",)]
     assert all(shape.before_us > 0.0 for shape in found.shapes)
+    stacks = [[one.count for one in shape.stacks or ()] for shape in found.shapes]
+    assert stacks == [[2], [], [], []]  # Halved takes none
     assert square.grad is None
 
 
@@ -147,3 +151,56 @@ def test_operators_are_timed_of_the_groups_that_call_them() -> None:
     optimizer.step()
     shared.after_step()
     assert list(shared.times_us()) == ["other"]
+
+
+class Stacked(Halved):
+    """Takes stacks, whose results are `factor` times those of one matrix at a time."""
+
+    batched = True
+
+    def __init__(self, params: Any, factor: float) -> None:
+        super().__init__(params)
+        self.factor, self.dims = factor, list[int]()
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        self.dims.append(matrix.dim())
+        return matrix / 2.0 * (self.factor if matrix.dim() == 3 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "tolerance", "dims"), [(1.0, 0.0, [3, 3]), (1.001, 0.0, [2] * 4), (1.001, 0.01, [3, 3])]
+)
+def test_equal_shapes_are_one_stack_where_bits_are_equal_or_near_by_name(
+    factor: float, tolerance: float, dims: list[int]
+) -> None:
+    ends = []
+    for batched in (True, False):
+        parameters = [*matrices(), *matrices()]
+        optimizer, world = Stacked(parameters, factor), World()
+        names: dict[Tensor, str] = {p: str(place) for place, p in enumerate(parameters)}
+        shared = SharedOperator(optimizer, OwnOperator(optimizer), names, world)
+        shared.share(dict.fromkeys(names, 0), [(world, parameters)], parameters if batched else (), tolerance)
+        warns = batched and len(dims) > 2
+        said: Any = pytest.warns(FallbackWarning, match="one matrix at a time") if warns else nullcontext()
+        with said:
+            for _ in range(3):
+                optimizer.dims.clear()
+                shared.before_step()
+                optimizer.step()
+                shared.after_step()
+        assert optimizer.dims == (dims if batched else [2] * 4)
+        ends.append(parameters)
+    same = all(map(torch.equal, *ends))
+    assert same == (tolerance == 0.0)
+    assert all(torch.allclose(one, other, atol=2.0 * tolerance) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (32, 32)])
+def test_newton_schulz_of_a_stack_is_that_of_each_matrix(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Muon(matrices())
+    operator, group = operator_of(optimizer), optimizer.param_groups[0]
+    assert operator is not None
+    many = [torch.randn(shape, generator=generator) for _ in range(3)]
+    assert stack_difference(operator, many, group) < 0.1
+    assert stack_difference(OwnOperator(Halved(matrices())), many, group) == 0.0

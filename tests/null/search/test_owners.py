@@ -139,6 +139,35 @@ def test_plan_has_owners_and_says_how_near_the_bound_it_is() -> None:
     assert planner.optimize(problem_of().profile).to_document() == plan.to_document()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_search_with_stacks_finds_what_trying_everything_finds(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    one_us, other_us = rng.uniform(20.0, 200.0, 2)
+    costs = costs_of([one_us, other_us] * 2, [20000] * 4, 2 + seed % 2, rng.uniform(1.0, 60.0))
+    saved_us = tuple((0.0, 0.0, share * us) for us, share in ((one_us, rng.uniform()), (other_us, rng.uniform())))
+    check_against_every_choice(replace(costs, kinds=(0, 1) * 2, saved_us=saved_us))
+
+
+def test_stacks_are_planned_where_bits_are_equal_and_they_are_faster() -> None:
+    document, found = problem_of().profile.to_document(), dict[Any, Any]()
+    for stack in (None, (6000.0, True), (6000.0, False), (12000.0, True)):
+        if stack is not None:
+            (shape,) = document["compute"]["operator"]["shapes"]
+            shape["stacks"] = [{"count": 2, "operator_us": stack[0], "equal_bits": stack[1]}]
+        found[stack] = planner.optimize(parse_profile(document)).to_document()
+    plain, stacked = found.pop(None), found.pop((6000.0, True))
+    assert "batched" not in plain["updates"]["operator"]
+    assert all(one == plain for one in found.values())
+    operator = stacked["updates"]["operator"]
+    assert sorted(operator["batched"]) == sorted(operator["owners"])
+    assert operator["bound_us"] <= operator["shared_us"] < plain["updates"]["operator"]["shared_us"] - 2000.0
+    assert any("8 of them in stacks of equal shapes, with equal bits" in note for note in stacked["notes"])
+    assert parse_plan(stacked).to_document() == stacked
+    operator["tolerance"] = 0.01
+    with pytest.raises(InputError, match=r"updates.operator.tolerance: found 0.01 in an exact plan"):
+        parse_plan(stacked)
+
+
 def test_nothing_to_gain_is_said() -> None:
     plan = planner.optimize(problem_of(operator_us=1.0, line=(5000.0, 0.01)).profile)
     assert plan.updates is not None
