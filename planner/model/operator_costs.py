@@ -174,7 +174,7 @@ class OperatorCosts:
             work_us = [0.0] * self.scopes[inside][0]
             for matrix in members:
                 work_us[shares.owners[matrix]] += self.owner_us[matrix]
-            for (owner, kind), size in self.stacks(shares.owners, members).items():
+            for (owner, kind), size in self.stacks(shares.owners, members).items() if self.kinds else ():
                 work_us[owner] -= self.saved_us[kind][size]
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
             if self.compute_slowed == 1.0:

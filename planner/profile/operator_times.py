@@ -2,8 +2,8 @@
 
 Timed on all ranks at once, as every rank computes all of them, on the matrix that the optimizer's step gives to the
 operator: of the first parameter of each shape, after the measured steps. Other ranks wait for the straggler, so the
-slowest rank's time counts. What an owner runs before the operator is timed by itself, and so are
-stacks of two matrices, and of as many as each rank has of a shape, where operators take them.
+slowest rank's time counts. What an owner runs before the operator is timed by itself, and so are stacks of two matrices,
+and of as many as each rank has of a shape, where operators take them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,11 @@ def _stacks(
     usable = [(of, max(by_rank)) for of, by_rank in zip(given, everyone, strict=True) if max(by_rank) < math.inf]
     if not usable:
         return None
-    runs = [lambda of=of: operator.compute(torch.stack(of), group) for of, _ in usable]
+
+    def together(of: list[Tensor]) -> Tensor:
+        return operator.compute(torch.stack(of), group)
+
+    runs = [partial(together, of) for of, _ in usable]
     times_us = median_of_slowest(bench.times_us(runs, REPEATS, "stacks of matrices", WARM_UPS))
     return tuple(
         OperatorStack(count=len(of), operator_us=round(float(time_us), 3), equal_bits=far == 0.0)

@@ -259,7 +259,8 @@ class SharedOperator:
         everyone = self._world.gather(found, f"comparing stacks of the operator of {self._what}")
         far = {kind: apart for of in everyone for kind, apart in of if apart > self._tolerance}
         self._stacks = {of for of, kind in mine.items() if kind not in far}
-        for kind, apart in list(far.items())[:1]:
+        if far:
+            kind, apart = next(iter(far.items()))
             self._world.warn(
                 f"the operator of {self._what} is computed one matrix at a time: found a stack, {kind}, whose results "
                 f"differ by {apart:.1e} of their largest element; expected at most {self._tolerance}, as the plan's "

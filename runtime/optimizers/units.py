@@ -155,8 +155,8 @@ def operator_of(optimizer: torch.optim.Optimizer) -> Operator | None:
     return OwnOperator(optimizer) if declared and callable(getattr(type(optimizer), "operator", None)) else None
 
 
-SCALES = (1.0, 0.7)
-"""Factors of the matrices that are compared: with each, other bits are rounded."""
+DRAWS = 2
+"""Random matrices that are compared, too: gradients may be zeros at first, whose bits are equal in any order of sums."""
 
 
 @torch.no_grad()
@@ -164,12 +164,12 @@ def stack_difference(operator: Operator, matrices: Sequence[Tensor], group: Mapp
     """Return how far the results of a stack are from those of its matrices one at a time, relative to the largest
     element of these: 0.0 where all bits are equal, infinity where a stack has no such results.
     """
-    largest = 0.0
-    for scale in SCALES:
-        scaled = [matrix * scale for matrix in matrices]
-        alone = torch.stack([operator.compute(one.clone(), group) for one in scaled])
+    generator, largest = torch.Generator(matrices[0].device).manual_seed(0), 0.0
+    for draw in range(1 + DRAWS):
+        given = [torch.empty_like(one).normal_(generator=generator) if draw else one for one in matrices]
         try:
-            stack = operator.compute(torch.stack(scaled), group)
+            alone = torch.stack([operator.compute(one.clone(), group) for one in given])
+            stack = operator.compute(torch.stack(given), group)
         except Exception:  # ranks compare what each has found
             return math.inf
         if stack.shape != alone.shape or stack.dtype != alone.dtype:
