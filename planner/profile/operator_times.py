@@ -2,7 +2,7 @@
 
 Timed on all ranks at once, as every rank computes all of them, on the matrix that the optimizer's step gives to the
 operator: of the first parameter of each shape, after the measured steps. Other ranks wait for the straggler, so the
-slowest rank's time counts. What an owner runs before the operator is timed by itself, and so are stacks of two matrices,
+slowest rank's time counts. What an owner runs before the operator is timed by itself, so are stacks of two matrices,
 and of as many as each rank has of a shape, where operators take them.
 """
 

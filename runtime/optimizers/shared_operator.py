@@ -222,12 +222,15 @@ class SharedOperator:
     def _results(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
         found: dict[Tensor, Tensor] = {}
         for members in self._alike(own, groups):
-            if members in (self._stacks or ()):
-                matrices, options = self._given(members, groups)
-                results = self._operator.compute(torch.stack(matrices), options)
-                found.update(zip(members, results.unbind(), strict=True))
-            else:
+            if members not in (self._stacks or ()):
                 found.update((p, self._result(p, groups[p], self._operator.compute)) for p in members)
+                continue
+            matrices, options = self._given(members, groups)
+            if all(_same_options(one, options[0]) for one in options):
+                results = self._operator.compute(torch.stack(matrices), options[0]).unbind()
+            else:
+                results = tuple(map(self._operator.compute, matrices, options))
+            found.update(zip(members, results, strict=True))
         return [found[p] for p in own]
 
     def _alike(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[tuple[Tensor, ...]]:
@@ -238,15 +241,19 @@ class SharedOperator:
             found.setdefault(key, []).append(p)
         return list(map(tuple, found.values()))
 
-    def _given(self, members: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> tuple[list[Tensor], Any]:
-        """Return the matrices that the step gives to its operator, and the options with the first of them."""
+    def _given(
+        self, members: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]
+    ) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
+        """Return the matrices that the step gives to its operator, copied, for it may use their memory again, with
+        their options.
+        """
         options = list[Mapping[str, Any]]()
 
         def keep(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
             options.append(group)
-            return matrix
+            return matrix.clone()
 
-        return [self._result(p, groups[p], keep) for p in members], options[0]
+        return [self._result(p, groups[p], keep) for p in members], options
 
     def _compare_stacks(self, groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Remember this rank's stacks of such a number and shape as every rank finds near enough to one at a time."""
@@ -255,7 +262,10 @@ class SharedOperator:
             for one in _by_dtype(gather, groups, self._forms):
                 stacks = self._alike([p for p in one if self._owners[p] == world.rank], groups)
                 mine.update((of, f"{len(of)} of {self._forms[of[0]]}") for of in stacks if len(of) > 1)
-        found = [(kind, stack_difference(self._operator, *self._given(of, groups))) for of, kind in mine.items()]
+        found = list[tuple[str, float]]()
+        for of, kind in mine.items():
+            matrices, options = self._given(of, groups)
+            found.append((kind, stack_difference(self._operator, matrices, options[0])))
         everyone = self._world.gather(found, f"comparing stacks of the operator of {self._what}")
         far = {kind: apart for of in everyone for kind, apart in of if apart > self._tolerance}
         self._stacks = {of for of, kind in mine.items() if kind not in far}
@@ -397,6 +407,13 @@ def _by_dtype(
         if parameter in groups and form is not None:
             found.setdefault(form.dtype, []).append(parameter)
     return list(found.values())
+
+
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether an operator gets the same options with two matrices."""
+    return one.keys() == other.keys() and all(
+        value is other[name] or str(value) == str(other[name]) for name, value in one.items() if name != "params"
+    )
 
 
 def _digest(tensor: Tensor, group: Mapping[str, Any] | None = None) -> str:

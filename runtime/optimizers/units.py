@@ -156,7 +156,7 @@ def operator_of(optimizer: torch.optim.Optimizer) -> Operator | None:
 
 
 DRAWS = 2
-"""Random matrices that are compared, too: gradients may be zeros at first, whose bits are equal in any order of sums."""
+"""Random stacks that are compared, too: gradients may be zeros at first, whose bits are equal in any order of sums."""
 
 
 @torch.no_grad()
@@ -176,6 +176,6 @@ def stack_difference(operator: Operator, matrices: Sequence[Tensor], group: Mapp
             return math.inf
         if torch.equal(*(one.contiguous().view(torch.uint8) for one in (stack, alone))):
             continue
-        apart = float((stack.double() - alone.double()).abs().max() / alone.double().abs().max())
+        apart = float((stack - alone).abs().max() / alone.abs().max())
         largest = max(largest, sys.float_info.min, math.inf if math.isnan(apart) else apart)
     return largest
