@@ -22,7 +22,7 @@ from planner.passes.outer import Outer
 from planner.strategies.baselines import CAPS_MIB
 from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
-from runtime.plan import Accuracy, OperatorPlan, Plan, UpdatePlan, parse_plan
+from runtime.plan import Accuracy, Plan, UpdatePlan, parse_plan
 
 POLL_S = 0.5
 """Least time between two questions of ranks for rank 0's plan."""
@@ -185,12 +185,7 @@ def digest_of(plan: Plan) -> str:
     """Equal for plans that do the same, whatever they predict."""
     buckets = tuple(replace(bucket, reason=None, size_bytes=None) for bucket in plan.buckets)
     operator = plan.updates.operator if plan.updates else None
-    owned = None
-    if operator is not None and operator.owners:
-        owned = OperatorPlan(
-            owners=operator.owners, gathers=operator.gathers, inside=operator.inside,
-            batched=operator.batched, tolerance=operator.tolerance,
-        )  # fmt: skip
+    owned = operator.executed if operator is not None else None
     steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
     return Plan(
         model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,

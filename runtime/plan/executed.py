@@ -9,7 +9,6 @@ from runtime.plan.document import (
     CompressorSpec,
     ModelReference,
     NormPlan,
-    OperatorPlan,
     PhasePlan,
     Plan,
     PlanBucket,
@@ -109,13 +108,7 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
     norms = updates.norms if updates is not None else None
     shared = None if norms is None or norms.shares is None else NormPlan(shares=norms.shares)
     operator = updates.operator if updates is not None else None
-    owned = None
-    if operator is not None and operator.owners:
-        owners = dict(sorted(operator.owners.items()))
-        owned = OperatorPlan(
-            owners=owners, gathers=operator.messages, inside=operator.inside or None,
-            batched=operator.batched, tolerance=operator.tolerance,
-        )  # fmt: skip
+    owned = operator.executed if operator is not None else None
     step = None
     if updates is not None and updates.step is not None and updates.step.sharded:
         gathers = plan.gathers
