@@ -177,13 +177,14 @@ class OperatorCosts:
             for (owner, kind), size in self.stacks(shares.owners, members).items() if self.kinds else ():
                 work_us[owner] -= self.saved_us[kind][size]
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
-            if self.compute_slowed == 1.0:
-                done = list(map(add, done, everyone))
-            else:
+            if busy:
                 done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]
+            else:
+                done = list(map(add, done, everyone))
             start_us = max(free_us[inside], *done)
             free_us[inside] = start_us + time_us
-            busy = _with_interval(busy, start_us, free_us[inside])
+            if self.compute_slowed != 1.0:
+                busy = _with_interval(busy, start_us, free_us[inside])
             arrival.update(dict.fromkeys(members, free_us[inside]))
         now_us = computed_us = max(done)
         for matrix in range(self.count):
@@ -196,7 +197,7 @@ class OperatorCosts:
 
     def _computed(self, start_us: float, work_us: float, busy: Sequence[tuple[float, float]]) -> float:
         """Return when work ends that begins at `start_us`, slowed during these times of messages."""
-        if self.compute_slowed == 1.0 or not busy or busy[-1][1] <= start_us:
+        if not busy or busy[-1][1] <= start_us:
             return start_us + work_us
         for begin_us, end_us in busy:
             if end_us <= start_us:
