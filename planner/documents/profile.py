@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import numpy as np
 from pydantic import Field
 
 from planner.documents.accelerators import ACCELERATORS, kind_of
@@ -117,16 +116,6 @@ class NormProfile(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperatorStack(Record):
-    """Time of a matrix optimizer's operator for some matrices of one shape as one stack."""
-
-    count: Annotated[int, Field(ge=2, le=MAX_GRADIENTS)]
-    operator_us: TimeUs
-    equal_bits: bool
-    """Whether the results of all ranks have the bits of one matrix at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class OperatorShape(Record):
     """Time of a matrix optimizer's operator for one shape, on all ranks at once."""
 
@@ -138,26 +127,14 @@ class OperatorShape(Record):
     result_bytes: PositiveCount
     """Bytes of the result in a message."""
     parameters: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
-    """Parameters of this shape, in the order in which the optimizer's step calls the operator."""
-    stacks: Annotated[tuple[OperatorStack, ...], Field(min_length=1, max_length=16)] | None = None
-    """Times of several at once, by rising number; None: not measured."""
+    """Parameters of this shape and of one group, in the order in which the optimizer's step calls the operator."""
+    stacked_us: TimeUs | None = None
+    """Time of each matrix of a stack but the first; None: stacks have other bits, or were not timed."""
 
     @property
-    def stacked(self) -> bool:
-        """True if stacks have equal bits and are faster."""
-        return bool(self.stacks) and all(
-            one.equal_bits and one.operator_us < one.count * self.operator_us for one in self.stacks or ()
-        )
-
-    def stack_us(self, count: int) -> float:
-        """Return the time of one owner's matrices of one message: between measured numbers by lines, in proportion
-        beyond them; one at a time unless `stacked`.
-        """
-        counts, times_us = [0, 1], [0.0, self.operator_us]
-        for one in self.stacks or () if self.stacked else ():
-            counts.append(one.count)
-            times_us.append(one.operator_us)
-        return float(np.interp(min(count, counts[-1]), counts, times_us)) * max(1.0, count / counts[-1])
+    def saved_us(self) -> float:
+        """Time that a stack saves for each of its matrices but the first."""
+        return 0.0 if self.stacked_us is None else max(0.0, self.operator_us - self.stacked_us)
 
 
 @dataclass(frozen=True, kw_only=True)

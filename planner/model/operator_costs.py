@@ -9,12 +9,11 @@ slow each other down, messages are counted as slowed throughout, and compute whi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
-from operator import add
+from operator import add, sub
 from typing import Any
 
 import numpy as np
@@ -60,9 +59,9 @@ class OperatorCosts:
     inside: tuple[int, Curve] | None = None
     """Number of ranks of a node, and the time of an all-gather inside of one; None: all gather every message."""
     kinds: tuple[int, ...] = ()
-    """Shape of each matrix, by number, of those that owners compute in stacks; of others −1; empty: there are none."""
-    saved_us: tuple[tuple[float, ...], ...] = ()
-    """Time that a stack saves, by shape and number of matrices, from 0 to all."""
+    """Shape and group of each matrix, by number: an owner computes those of one message as a stack; empty: none."""
+    saved_us: tuple[float, ...] = ()
+    """Time that each matrix of a stack saves, but the first; 0: none is made of its kind."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -73,8 +72,8 @@ class OperatorCosts:
         listed, node = {name: shape for shape in profile.shapes for name in shape.parameters}, problem.node_costs
         sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
         total_us = sum(shape.operator_us for shape in listed.values())
-        stacked = [shape for shape in profile.shapes if shape.stacked]
-        kind = {name: number for number, shape in enumerate(stacked) for name in shape.parameters}
+        kinds = {name: number for number, shape in enumerate(profile.shapes) for name in shape.parameters}
+        saved_us = tuple(shape.saved_us for shape in profile.shapes)
         rest_us = max(0.0, problem.update_us - total_us)
         all_bytes = max(1, sum(sizes.values()))
         # The step calls operators in the order of registration, which is about the reverse of readiness.
@@ -92,11 +91,8 @@ class OperatorCosts:
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
             before_us=tuple(listed[name].before_us for name in names),
             inside=None if node is None else (problem.cost.cluster.ranks_per_node, node.gather.curve),
-            kinds=tuple(kind.get(name, -1) for name in names) if stacked else (),
-            saved_us=tuple(
-                tuple(count * shape.operator_us - shape.stack_us(count) for count in range(len(shape.parameters) + 1))
-                for shape in stacked
-            ),
+            kinds=tuple(kinds[name] for name in names) if any(saved_us) else (),
+            saved_us=tuple(saved_us[kinds[name]] for name in names),
         )
 
     @property
@@ -151,17 +147,14 @@ class OperatorCosts:
         found: list[float] = (times_us * self.slowed).tolist()
         return found
 
-    def stacks(self, owners: Sequence[int], members: Sequence[int]) -> Counter[tuple[int, int]]:
-        """Return how many matrices of a message are in each stack, by owner and shape."""
-        return Counter((owners[i], self.kinds[i]) for i in members if self.kinds[i] >= 0) if self.kinds else Counter()
-
-    def stacked(self, shares: OperatorShares) -> list[int]:
-        """Return the matrices that are in stacks with others."""
-        found = list[int]()
-        for members in shares.messages:
-            sizes = self.stacks(shares.owners, members)
-            found += [i for i in members if sizes and sizes[shares.owners[i], self.kinds[i]] > 1]
-        return found
+    def stacks(self, shares: OperatorShares) -> list[list[int]]:
+        """Return the matrices of each stack."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for number, members in enumerate(shares.messages if self.kinds else ()):
+            for i in members:
+                if self.saved_us[i]:
+                    found.setdefault((number, shares.owners[i], self.kinds[i]), []).append(i)
+        return [stack for stack in found.values() if len(stack) > 1]
 
     def update(self, shares: OperatorShares) -> SharedUpdate:
         """Return the times of an update with these owners and messages."""
@@ -169,13 +162,15 @@ class OperatorCosts:
             return self.of_node.update(replace(shares, inside=()))
         done, free_us, busy = [0.0] * self.ranks, [0.0, 0.0], list[tuple[float, float]]()
         arrival: dict[int, float] = {}
+        owner_us = self.owner_us
+        if self.kinds:
+            stacked = {i for stack in self.stacks(shares) for i in stack[1:]}
+            owner_us = tuple(us - self.saved_us[i] * (i in stacked) for i, us in enumerate(owner_us))
         for number, (members, time_us) in enumerate(zip(shares.messages, self.gathers_us(shares), strict=True)):
             inside = number in shares.inside
             work_us = [0.0] * self.scopes[inside][0]
             for matrix in members:
-                work_us[shares.owners[matrix]] += self.owner_us[matrix]
-            for (owner, kind), size in self.stacks(shares.owners, members).items() if self.kinds else ():
-                work_us[owner] -= self.saved_us[kind][size]
+                work_us[shares.owners[matrix]] += owner_us[matrix]
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
             if busy:
                 done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]
@@ -216,12 +211,7 @@ class OperatorCosts:
     def bound_us(self) -> float:
         """Lower bound of the update over all owners and messages."""
         rest_us = sum(self.apply_us) + self.last_us
-        least = self
-        if self.kinds:  # as if every matrix were in the best of stacks
-            best = [max(us / max(1, size) for size, us in enumerate(of)) for of in self.saved_us]
-            pairs = zip(self.operator_us, self.kinds, strict=True)
-            alone = tuple(us - best[kind] if kind >= 0 else us for us, kind in pairs)
-            least = replace(self, operator_us=alone, kinds=())
+        least = replace(self, operator_us=tuple(map(sub, self.operator_us, self.saved_us))) if self.kinds else self
         return min(self.unshared_us, max(least._relaxed_us(rest_us), least._counted_us(rest_us)))
 
     def _counted_us(self, rest_us: float) -> float:

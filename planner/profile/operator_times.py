@@ -2,8 +2,8 @@
 
 Timed on all ranks at once, as every rank computes all of them, on the matrix that the optimizer's step gives to the
 operator: of the first parameter of each shape, after the measured steps. Other ranks wait for the straggler, so the
-slowest rank's time counts. What an owner runs before the operator is timed by itself, so are stacks of two matrices,
-and of as many as each rank has of a shape, where operators take them.
+slowest rank's time counts. What an owner runs before the operator is timed by itself, so is a stack of as many matrices
+as each rank has of a shape, where operators take it, with equal bits.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape, OperatorStack
+from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape
 from planner.profile.bench import Bench, median_of_slowest
 from planner.profile.compute import Training
 from runtime.checks.optimizer import names_of
@@ -62,66 +63,55 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
     names: dict[Tensor, str] = {parameter: name for name, parameter in training.parameters.items() if name in timed}
     alone = {id(one): SharedOperator(one, operator, names, World()) for one, operator in found}
     operators = {id(one): operator for one, operator in found}
-    forms: dict[Form, list[str]] = {}
-    runs: list[partial[Tensor]] = []
+    forms: dict[Form, dict[int, list[str]]] = {}
+    firsts: list[tuple[Operator, Tensor, dict[str, Any]]] = []
     begins: list[partial[Tensor | None]] = []
-    groups: dict[Form, dict[str, Any]] = {}
     for form, parameter, group in _members((one for one, _ in found), names):
         matrix = _matrix(alone[form[0]], parameter, group)
         if matrix is None:  # also of a shape that others have
             continue
         if form not in forms:
-            runs.append(partial(operators[form[0]].compute, matrix, group))
+            firsts.append((operators[form[0]], matrix, group))
             begins.append(partial(_matrix, alone[form[0]], parameter, group))
-            forms[form], groups[form] = [], group
-        forms[form].append(names[parameter])
-    if not runs:
+        forms.setdefault(form, {}).setdefault(id(group), []).append(names[parameter])
+    if not forms:
         return None
     with torch.no_grad():
+        runs = [partial(operator.compute, matrix, group) for operator, matrix, group in firsts]
         results = [run() for run in runs]
-        times_us = median_of_slowest(bench.times_us([*runs, *begins], REPEATS, "operators of matrices", WARM_UPS))
-        stacks = [
-            _stacks(training, bench, alone[form[0]], operators[form[0]], groups[form], listed)
-            for form, listed in forms.items()
-        ]
+        most = [max(map(len, by_group.values())) for by_group in forms.values()]
+        counts = [min(number, MOST_STACKED, max(2, -(-number // bench.world.ranks))) for number in most]
+        mine = [_apart(*first, count) for first, count in zip(firsts, counts, strict=True)]
+        apart = np.max(bench.world.gather(mine, "comparing stacks of matrices"), axis=0)
+        stacks = {at: partial(_stacked, *firsts[at], counts[at]) for at in np.flatnonzero(apart == 0.0)}
+        timed_runs = [*runs, *begins, *stacks.values()]
+        times_us = median_of_slowest(bench.times_us(timed_runs, REPEATS, "operators of matrices", WARM_UPS)).tolist()
+    more_us = {
+        at: max(0.0, us - times_us[at]) / (counts[at] - 1)
+        for at, us in zip(stacks, times_us[2 * len(runs) :], strict=True)
+    }
     return _profile(
         found,
         (
             OperatorShape(
-                shape=form[1], operator_us=round(float(time_us), 3), before_us=round(float(before_us), 3),
-                result_bytes=result.numel() * result.element_size(), parameters=tuple(listed), stacks=together,
+                shape=form[1], operator_us=round(times_us[at], 3), before_us=round(times_us[len(runs) + at], 3),
+                result_bytes=results[at].nbytes, parameters=tuple(listed),
+                stacked_us=round(more_us[at], 3) if at in more_us else None,
             )
-            for (form, listed), time_us, before_us, result, together in zip(
-                forms.items(), times_us[: len(runs)], times_us[len(runs) :], results, stacks, strict=True
-            )
+            for at, (form, by_group) in enumerate(forms.items())
+            for listed in by_group.values()
         ),
     )  # fmt: skip
 
 
-def _stacks(
-    training: Training, bench: Bench, alone: SharedOperator, operator: Operator, group: dict[str, Any],
-    listed: Sequence[str],
-) -> tuple[OperatorStack, ...] | None:  # fmt: skip
-    """Time stacks of the matrices of one shape; None of a shape without any."""
-    most = min(MOST_STACKED, len(listed), max(2, -(-len(listed) // bench.world.ranks)))
-    found = (_matrix(alone, training.parameters[name], group) for name in listed[: most if operator.batched else 0])
-    matrices = [matrix for matrix in found if matrix is not None and matrix.dim() == 2]
-    given = [matrices[:count] for count in sorted({2, most}) if 2 <= count <= len(matrices)]
-    apart = [stack_difference(operator, of, group) for of in given]
-    everyone = zip(*bench.world.gather(apart, "comparing stacks of matrices"), strict=True)
-    usable = [(of, max(by_rank)) for of, by_rank in zip(given, everyone, strict=True) if max(by_rank) < math.inf]
-    if not usable:
-        return None
+def _stacked(operator: Operator, matrix: Tensor, group: dict[str, Any], count: int) -> Tensor:
+    return operator.compute(torch.stack([matrix] * count), group)
 
-    def together(of: list[Tensor]) -> Tensor:
-        return operator.compute(torch.stack(of), group)
 
-    runs = [partial(together, of) for of, _ in usable]
-    times_us = median_of_slowest(bench.times_us(runs, REPEATS, "stacks of matrices", WARM_UPS))
-    return tuple(
-        OperatorStack(count=len(of), operator_us=round(float(time_us), 3), equal_bits=far == 0.0)
-        for (of, far), time_us in zip(usable, times_us, strict=True)
-    )
+def _apart(operator: Operator, matrix: Tensor, group: dict[str, Any], count: int) -> float:
+    """Return the difference of a stack's results from single ones; infinite where none is made."""
+    some = count > 1 and operator.batched and matrix.dim() == 2
+    return stack_difference(operator, [matrix] * count, group) if some else math.inf
 
 
 def _profile(found: Sequence[WithOperator], shapes: Iterable[OperatorShape]) -> OperatorProfile:

@@ -30,8 +30,8 @@ class WaitingMatrices(torch.optim.Optimizer):
             parameters = [named[name] for name in shape.parameters]
             item_bytes = round(shape.result_bytes / max(1, parameters[0].numel()))
             dtype = RESULTS.get(item_bytes, torch.bfloat16)
-            times_us = [shape.stack_us(count) for count in range(len(parameters) + 1)]
-            groups.append({"params": parameters, "operators_us": times_us, "dtype": dtype})
+            times = {"operator_us": shape.operator_us, "saved_us": shape.saved_us}
+            groups.append({"params": parameters, "dtype": dtype, **times})
         super().__init__(groups, {"lr": 1e-2})
         self._accelerator = device
         dtypes = {group["dtype"] for group in self.param_groups}
@@ -40,7 +40,7 @@ class WaitingMatrices(torch.optim.Optimizer):
     def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Wait for the operator's time, of a matrix or a stack of some; return zeros."""
         count = len(matrix) if matrix.dim() > group["params"][0].dim() else 1
-        self._accelerator.run(group["operators_us"][count])
+        self._accelerator.run(count * group["operator_us"] - (count - 1) * group["saved_us"])
         return torch.zeros_like(matrix, dtype=group["dtype"])
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.comm.world import World
+from runtime.comm.world import World, agreed
 from runtime.errors import FallbackWarning, InputError
 from runtime.monitor.clock import Clock
 from runtime.optimizers.pto import Pending, Split
@@ -226,11 +226,13 @@ class SharedOperator:
                 found.update((p, self._result(p, groups[p], self._operator.compute)) for p in members)
                 continue
             matrices, options = self._given(members, groups)
-            if all(_same_options(one, options[0]) for one in options):
-                results = self._operator.compute(torch.stack(matrices), options[0]).unbind()
-            else:
-                results = tuple(map(self._operator.compute, matrices, options))
-            found.update(zip(members, results, strict=True))
+            alike = all(_same_options(one, options[0]) for one in options)
+            found |= zip(
+                members,
+                self._operator.compute(torch.stack(matrices), options[0]) if alike
+                else map(self._operator.compute, matrices, options),
+                strict=True,
+            )  # fmt: skip
         return [found[p] for p in own]
 
     def _alike(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[tuple[Tensor, ...]]:
@@ -257,22 +259,27 @@ class SharedOperator:
 
     def _compare_stacks(self, groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Remember this rank's stacks of such a number and shape as every rank finds near enough to one at a time."""
-        mine: dict[tuple[Tensor, ...], str] = {}
-        for world, gather in self._gathers:
-            for one in _by_dtype(gather, groups, self._forms):
-                stacks = self._alike([p for p in one if self._owners[p] == world.rank], groups)
-                mine.update((of, f"{len(of)} of {self._forms[of[0]]}") for of in stacks if len(of) > 1)
-        found = list[tuple[str, float]]()
-        for of, kind in mine.items():
-            matrices, options = self._given(of, groups)
-            found.append((kind, stack_difference(self._operator, matrices, options[0])))
-        everyone = self._world.gather(found, f"comparing stacks of the operator of {self._what}")
+        mine = {
+            of: f"{len(of)} of {self._forms[of[0]]}"
+            for world, gather in self._gathers
+            for one in _by_dtype(gather, groups, self._forms)
+            for of in self._alike([p for p in one if self._owners[p] == world.rank], groups)
+            if len(of) > 1
+        }
+        who = f"the operator of {self._what}"
+        what = f"comparing stacks of {who}"
+
+        def compare() -> list[tuple[str, float]]:
+            given = ((kind, *self._given(of, groups)) for of, kind in mine.items())
+            return [(kind, stack_difference(self._operator, some, options[0])) for kind, some, options in given]
+
+        everyone = self._world.gather(agreed(self._world, what, compare, who), what)
         far = {kind: apart for of in everyone for kind, apart in of if apart > self._tolerance}
         self._stacks = {of for of, kind in mine.items() if kind not in far}
         if far:
             kind, apart = next(iter(far.items()))
             self._world.warn(
-                f"the operator of {self._what} is computed one matrix at a time: found a stack, {kind}, whose results "
+                f"{who} is computed one matrix at a time: found a stack, {kind}, whose results "
                 f"differ by {apart:.1e} of their largest element; expected at most {self._tolerance}, as the plan's "
                 f"updates.operator.tolerance says: profile again on this device, or let the plan name a tolerance",
                 FallbackWarning,

@@ -167,8 +167,8 @@ def stack_difference(operator: Operator, matrices: Sequence[Tensor], group: Mapp
     generator, largest = torch.Generator(matrices[0].device).manual_seed(0), 0.0
     for draw in range(1 + DRAWS):
         given = [torch.empty_like(one).normal_(generator=generator) if draw else one for one in matrices]
+        alone = torch.stack([operator.compute(one.clone(), group) for one in given])
         try:
-            alone = torch.stack([operator.compute(one.clone(), group) for one in given])
             stack = operator.compute(torch.stack(given), group)
         except Exception:  # ranks compare what each has found
             return math.inf

@@ -459,7 +459,6 @@ class Plan(Document):
             _from_step_problem,
             _shares_problem,
             _cuts_problem,
-            _tolerance_problem,
         )
         problem = next(filter(None, (check(self, path) for check in checks)), None)
         if problem is None and self.outer is not None:
@@ -595,17 +594,6 @@ def _from_step_problem(plan: Plan, path: str) -> str | None:
     return (
         f"{path}.from_step: found {plan.from_step} in {what}, whose steps are all alike; expected it in a plan with "
         f"compressed buckets: take it out, or plan with --accuracy bounded"
-    )
-
-
-def _tolerance_problem(plan: Plan, path: str) -> str | None:
-    """Return that operators of an exact plan may have other bits."""
-    operator = plan.updates.operator if plan.updates else None
-    if operator is None or operator.tolerance is None or plan.accuracy != "exact":
-        return None
-    return (
-        f"{path}.updates.operator.tolerance: found {operator.tolerance} in an exact plan, of equal bits; expected "
-        f"none: take it out, or plan with --accuracy bounded"
     )
 
 

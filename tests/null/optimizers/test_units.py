@@ -121,8 +121,7 @@ def test_operators_of_all_optimizers_are_timed_by_shape_and_options() -> None:
     assert not found.applied
     assert [shape.parameters for shape in found.shapes] == [("more.0", "wide"), ("more.1",), ("square",), ("tall",)]
     assert all(shape.before_us > 0.0 for shape in found.shapes)
-    stacks = [[one.count for one in shape.stacks or ()] for shape in found.shapes]
-    assert stacks == [[2], [], [], []]  # Halved takes none
+    assert [shape.stacked_us for shape in found.shapes[1:]] == [None] * 3  # single ones; Halved takes none
     assert square.grad is None
 
 
@@ -165,6 +164,19 @@ class Stacked(Halved):
     def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         self.dims.append(matrix.dim())
         return matrix / 2.0 * (self.factor if matrix.dim() == 3 else 1.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_stacks_are_timed_where_bits_are_equal_and_of_one_group(factor: float) -> None:
+    named = {str(place): matrices()[0] for place in range(5)}
+    groups = [{"params": [named[name] for name in of], "lr": 0.1 / len(of)} for of in ("012", "34")]
+    training: Any = SimpleNamespace(optimizer=Stacked(groups, factor), parameters=named)
+    compute: Any = SimpleNamespace(gradients=[SimpleNamespace(name=name) for name in named])
+    found = measure_operators(training, Bench(World(), torch.device("cpu")), compute)
+    assert found is not None
+    assert [shape.parameters for shape in found.shapes] == [tuple("012"), tuple("34")]
+    assert all((shape.stacked_us is None) == (factor > 1.0) for shape in found.shapes)
+    assert found.shapes[0].operator_us == found.shapes[1].operator_us  # timed once
 
 
 @pytest.mark.parametrize(
