@@ -170,7 +170,7 @@ def test_stacks_are_planned_where_bits_are_equal_and_they_are_faster() -> None:
     assert any("8 of them in stacks of equal shapes, with equal bits" in note for note in stacked["notes"])
     assert parse_plan(stacked).to_document() == stacked
     shape["stacked_us"], names = 1000.0, shape["parameters"]
-    by_group = [{**shape, "parameters": names[place::4]} for place in range(4)]  # two groups of two on each rank
+    by_group = [{**shape, "parameters": names[place::4]} for place in range(4)]  # four of two
     document["compute"]["operator"]["shapes"] = by_group
     group = {name: place for place, one in enumerate(by_group) for name in one["parameters"]}
     operator = planner.optimize(parse_profile(document)).to_document()["updates"]["operator"]
