@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby, zip_longest
 from operator import add, sub
-from typing import Any
 
 import numpy as np
 
@@ -285,13 +284,10 @@ def _with_interval(busy: Sequence[tuple[float, float]], start_us: float, end_us:
     return sorted([*(one for one in busy if one not in over), joined])
 
 
+@lru_cache(maxsize=16)
 def operator_costs(problem: Problem) -> OperatorCosts | None:
     """Return the costs of the operators of a problem, computed once for each."""
-    known: Any = vars(problem)
-    if "_operator_costs" not in known:
-        known["_operator_costs"] = OperatorCosts.of(problem)
-    found: OperatorCosts | None = known["_operator_costs"]
-    return found
+    return OperatorCosts.of(problem)
 
 
 def operator_sizes(problem: Problem) -> tuple[int, int]:
@@ -324,19 +320,15 @@ def defect(shares: OperatorShares, sizes: tuple[int, int], ranks: int) -> str | 
 
 def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str]:
     """Return what the reader of a plan should know about operators; nothing where there are none."""
-    optimizer = problem.profile.compute.optimizer
+    optimizer, profile = problem.profile.compute.optimizer, problem.profile.compute.operator
     if updates is not None and updates.step is not None and updates.step.sharded:
         return []
-    if optimizer is not None and optimizer.unit == "matrix" and problem.profile.compute.operator is None:
+    if optimizer is not None and optimizer.unit == "matrix" and profile is None:
         return [
             f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a "
             f"drop-in plan: it names no operator without state; --allow sharded-step lets owners update them"
         ]
-    plan, costs, profile = (
-        updates.operator if updates else None,
-        operator_costs(problem),
-        problem.profile.compute.operator,
-    )
+    plan, costs = updates.operator if updates else None, operator_costs(problem)
     if plan is None or costs is None or profile is None or plan.replicated_us is None:
         return []
     origin = f" ({profile.estimated})" if profile.estimated else ""

@@ -10,7 +10,7 @@ operator's results itself, these are gathered, and the rest is every rank's own,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,28 +35,18 @@ def work_us(problem: Problem) -> list[float]:
     return _divided(problem)[0]
 
 
+@lru_cache(maxsize=16)
+def applied_bytes(problem: Problem) -> dict[str, int]:
+    """Return the bytes of each update that is gathered in place of weights, by gradient."""
+    profile, costs = problem.profile.compute.operator, operator_costs(problem)
+    named = zip(costs.names, costs.result_bytes, strict=True) if costs and profile and profile.applied else ()
+    sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
+    return {name: size for name, size in named if size < sizes[name]}
+
+
+@lru_cache(maxsize=16)
 def _divided(problem: Problem, updates: bool = True) -> tuple[list[float], float]:
     """Return the time of each gradient's update on its owner, and of every rank's to apply `updates`, if it does."""
-    known: Any = vars(problem)
-    if (key := f"_work_us_{updates}") not in known:
-        known[key] = _work_us(problem, applied_bytes(problem) if updates else {})
-    found: tuple[list[float], float] = known[key]
-    return found
-
-
-def applied_bytes(problem: Problem) -> dict[str, int]:
-    """Return the bytes of each update that is gathered in place of weights, by gradient; computed once a problem."""
-    known: Any = vars(problem)
-    if "_applied_bytes" not in known:
-        profile, costs = problem.profile.compute.operator, operator_costs(problem)
-        named = zip(costs.names, costs.result_bytes, strict=True) if costs and profile and profile.applied else ()
-        sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
-        known["_applied_bytes"] = {name: size for name, size in named if size < sizes[name]}
-    found: dict[str, int] = known["_applied_bytes"]
-    return found
-
-
-def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float], float]:
     gradients, costs = problem.profile.compute.gradients, operator_costs(problem)
     if costs is None:
         whole = set(whole_gradients(problem))
@@ -64,6 +54,7 @@ def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float],
         parts = np.array([float(one.numel * factor) for one, factor in zip(gradients, factors, strict=True)])
         divided: list[float] = (parts * (problem.update_us / max(1.0, float(parts.sum())))).tolist()
         return divided, 0.0
+    applied = applied_bytes(problem) if updates else {}
     operators = dict(zip(costs.names, costs.operator_us, strict=True))
     rest_us = max(0.0, problem.update_us - costs.replicated_us) / max(1, int(problem.size_bytes.sum()))
     own_us = [

@@ -8,13 +8,11 @@ as each rank has of a shape, where operators take it, with equal bits.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +27,8 @@ from runtime.optimizers.units import Operator, operator_of, stack_difference
 from runtime.session.session import Session
 
 WARM_UPS, REPEATS = 1, 7
-MOST_STACKED = 16
-"""Most matrices of a stack that is timed."""
+MOST_STACKED_BYTES = 64 * 2**20
+"""Bytes of the matrices of a stack that is timed: there is less to save with larger ones, and they take memory."""
 OF_NO_TIME = ("params", "lr", "initial_lr", "weight_decay")
 """Options of groups that no operator takes longer for."""
 
@@ -61,57 +59,61 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
     found = with_operator(training.optimizer)
     timed = {gradient.name for gradient in compute.gradients}
     names: dict[Tensor, str] = {parameter: name for name, parameter in training.parameters.items() if name in timed}
-    alone = {id(one): SharedOperator(one, operator, names, World()) for one, operator in found}
-    operators = {id(one): operator for one, operator in found}
+    operators = {id(one): (operator, SharedOperator(one, operator, names, World())) for one, operator in found}
     forms: dict[Form, dict[int, list[str]]] = {}
     firsts: list[tuple[Operator, Tensor, dict[str, Any]]] = []
     begins: list[partial[Tensor | None]] = []
     for form, parameter, group in _members((one for one, _ in found), names):
-        matrix = _matrix(alone[form[0]], parameter, group)
+        operator, alone = operators[form[0]]
+        matrix = _matrix(alone, parameter, group)
         if matrix is None:  # also of a shape that others have
             continue
         if form not in forms:
-            firsts.append((operators[form[0]], matrix, group))
-            begins.append(partial(_matrix, alone[form[0]], parameter, group))
+            firsts.append((operator, matrix, group))
+            begins.append(partial(_matrix, alone, parameter, group))
         forms.setdefault(form, {}).setdefault(id(group), []).append(names[parameter])
     if not forms:
         return None
     with torch.no_grad():
         runs = [partial(operator.compute, matrix, group) for operator, matrix, group in firsts]
         results = [run() for run in runs]
-        most = [max(map(len, by_group.values())) for by_group in forms.values()]
-        counts = [min(number, MOST_STACKED, max(2, -(-number // bench.world.ranks))) for number in most]
-        mine = [_apart(*first, count) for first, count in zip(firsts, counts, strict=True)]
-        apart = np.max(bench.world.gather(mine, "comparing stacks of matrices"), axis=0)
-        stacks = {at: partial(_stacked, *firsts[at], counts[at]) for at in np.flatnonzero(apart == 0.0)}
-        timed_runs = [*runs, *begins, *stacks.values()]
-        times_us = median_of_slowest(bench.times_us(timed_runs, REPEATS, "operators of matrices", WARM_UPS)).tolist()
-    more_us = {
-        at: max(0.0, us - times_us[at]) / (counts[at] - 1)
-        for at, us in zip(stacks, times_us[2 * len(runs) :], strict=True)
+        stacks = _stacks(firsts, [max(map(len, of.values())) for of in forms.values()], bench.world)
+        all_runs = [*runs, *begins, *(run for run, _ in stacks.values())]
+        times_us = median_of_slowest(bench.times_us(all_runs, REPEATS, "operators of matrices", WARM_UPS)).tolist()
+    stacked_us = {
+        place: round(max(0.0, time_us - times_us[place]) / (count - 1), 3)
+        for (place, (_, count)), time_us in zip(stacks.items(), times_us[2 * len(runs) :], strict=True)
     }
     return _profile(
         found,
         (
             OperatorShape(
-                shape=form[1], operator_us=round(times_us[at], 3), before_us=round(times_us[len(runs) + at], 3),
-                result_bytes=results[at].nbytes, parameters=tuple(listed),
-                stacked_us=round(more_us[at], 3) if at in more_us else None,
+                shape=form[1], operator_us=round(times_us[place], 3), before_us=round(times_us[len(runs) + place], 3),
+                result_bytes=results[place].nbytes, parameters=tuple(listed), stacked_us=stacked_us.get(place),
             )
-            for at, (form, by_group) in enumerate(forms.items())
+            for place, (form, by_group) in enumerate(forms.items())
             for listed in by_group.values()
         ),
     )  # fmt: skip
 
 
+def _stacks(
+    firsts: Iterable[tuple[Operator, Tensor, dict[str, Any]]], numbers: Iterable[int], world: World
+) -> dict[int, tuple[partial[Tensor], int]]:
+    """Return stacks of some matrices whose results have equal bits on all ranks, by their place, and how many of each
+    are in one: of as many as a group has, those of one rank.
+    """
+    mine = dict[int, tuple[partial[Tensor], int]]()
+    for place, ((operator, matrix, group), number) in enumerate(zip(firsts, numbers, strict=True)):
+        count = min(number, max(2, -(-number // world.ranks)), MOST_STACKED_BYTES // max(1, matrix.nbytes))
+        if operator.batched and count > 1 and not stack_difference(operator, [matrix] * count, group):
+            mine[place] = partial(_stacked, operator, matrix, group, count), count
+    everyone = world.gather([*mine], "comparing stacks of matrices")
+    return {place: stack for place, stack in mine.items() if all(place in of for of in everyone)}
+
+
 def _stacked(operator: Operator, matrix: Tensor, group: dict[str, Any], count: int) -> Tensor:
-    return operator.compute(torch.stack([matrix] * count), group)
-
-
-def _apart(operator: Operator, matrix: Tensor, group: dict[str, Any], count: int) -> float:
-    """Return the difference of a stack's results from single ones; infinite where none is made."""
-    some = count > 1 and operator.batched and matrix.dim() == 2
-    return stack_difference(operator, [matrix] * count, group) if some else math.inf
+    return operator.compute(torch.stack([matrix.clone() for _ in range(count)]), group)
 
 
 def _profile(found: Sequence[WithOperator], shapes: Iterable[OperatorShape]) -> OperatorProfile:

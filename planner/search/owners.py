@@ -246,46 +246,34 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: 
     while again and left > 0:
         again = False
         for matrix in range(costs.count):
-            for owner, number in _changes(costs, owners, message, matrix):
+            for change in _changes(costs, owners, message, matrix):
                 left -= 1
-                before = owners[matrix], message[matrix]
-                owners[matrix], message[matrix] = owner, number
+                before = [(one, owners[one], message[one]) for one, *_ in change]
+                _set(owners, message, change)
                 update_us = updated_by(costs, by_message(costs, owners, message, inside))
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
-                    owners[matrix], message[matrix] = before
-                if left <= 0:
-                    break
-            for other in range(matrix) if left > 0 else ():
-                if owners[matrix] == owners[other] or costs.operator_us[matrix] == costs.operator_us[other]:
-                    continue
-                left -= 1
-                _swap(owners, message, matrix, other)
-                update_us = updated_by(costs, by_message(costs, owners, message, inside))
-                if update_us < best_us * (1.0 - NEAR):
-                    best_us, again = update_us, True
-                else:
-                    _swap(owners, message, matrix, other)
+                    _set(owners, message, before)
                 if left <= 0:
                     break
     return by_message(costs, owners, message, inside), best_us
 
 
-def _swap(owners: list[int], message: list[int], one: int, other: int) -> None:
-    owners[one], owners[other] = owners[other], owners[one]
-    message[one], message[other] = message[other], message[one]
+def _set(owners: list[int], message: list[int], change: Iterable[tuple[int, int, int]]) -> None:
+    for matrix, owner, number in change:
+        owners[matrix], message[matrix] = owner, number
 
 
 def _changes(
     costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
-) -> Iterator[tuple[int, int]]:
-    """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
-    and other messages, as `_moved` numbers them.
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield changes, each as matrices with another owner and message: one on all ranks, on the least loaded rank, on
+    all ranks where there are few, in other messages, as `_moved` numbers them, and exchanged with those before it.
     """
     here, number = owners[matrix], message[matrix]
     if here >= 0:
-        yield -1, number
+        yield [(matrix, -1, number)]
     ranks: Sequence[int] = range(costs.ranks)
     if costs.ranks * costs.count > 64:
         loads_us = [0.0] * costs.ranks
@@ -301,4 +289,7 @@ def _changes(
         for other in numbers:
             known = other >= 0 and other % 2 < len(costs.scopes)
             if known and rank < costs.scopes[other % 2][0] and (rank, other) != (here, number):
-                yield rank, other
+                yield [(matrix, rank, other)]
+    for other in range(matrix):
+        if owners[matrix] != owners[other] and costs.operator_us[matrix] != costs.operator_us[other]:
+            yield [(matrix, owners[other], message[other]), (other, owners[matrix], message[matrix])]

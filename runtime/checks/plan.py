@@ -306,11 +306,8 @@ def _check_operator(
     problem = problem or _check_gathers(f"{where}.gathers", messages, owners)
     if problem is None and (unowned := next((name for name in operator.batched or () if name not in owners), None)):
         return f"{where}.batched: found {unowned!r}, which has no owner; expected names of owners: {HINT}"
-    if problem is None and operator.tolerance is not None and plan.accuracy == "exact":
-        return (
-            f"{where}.tolerance: found {operator.tolerance} in an exact plan, of equal bits; expected none: take it "
-            f"out, or plan with --accuracy bounded"
-        )
+    if problem is None and operator.tolerance and plan.accuracy == "exact":
+        return f"{where}.tolerance: found {operator.tolerance} in an exact plan, expected none; take it out, or: {HINT}"
     if problem or not inside:
         return problem
     if max(inside) >= len(messages):

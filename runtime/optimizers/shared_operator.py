@@ -131,11 +131,11 @@ class SharedOperator:
         if self._busy:  # a step of one parameter, of a class whose base class has hooks, too
             return
         self.close()
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
         if not self._owners:
             if self._clock is not None and len(self._marks) < TIMED_STEPS:
-                self._time(self._clock)
+                self._time(self._clock, groups)
             return
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
         unknown = [p for p in groups if p not in self._forms and p in self._names]
         for own in (p for p in groups if p not in self._forms and p not in self._names):
             self._forms[own] = self._form_of_own(own, groups[own])
@@ -176,8 +176,7 @@ class SharedOperator:
         if end is not None:
             end()
 
-    def _time(self, clock: Clock) -> None:
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+    def _time(self, clock: Clock, groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
         for p in (p for p in groups if p not in self._callers):  # other groups of one class may have no operator
             self._callers[p] = self.run_one(p, groups[p], lambda matrix, _: matrix) is not None
         called = [p for p in groups if self._callers[p]]
@@ -226,13 +225,11 @@ class SharedOperator:
                 found.update((p, self._result(p, groups[p], self._operator.compute)) for p in members)
                 continue
             matrices, options = self._given(members, groups)
-            alike = all(_same_options(one, options[0]) for one in options)
-            found |= zip(
-                members,
-                self._operator.compute(torch.stack(matrices), options[0]) if alike
-                else map(self._operator.compute, matrices, options),
-                strict=True,
-            )  # fmt: skip
+            if all({**one, "params": ()} == {**options[0], "params": ()} for one in options):
+                results = self._operator.compute(torch.stack(matrices), options[0]).unbind()
+            else:
+                results = tuple(map(self._operator.compute, matrices, options))
+            found.update(zip(members, results, strict=True))
         return [found[p] for p in own]
 
     def _alike(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[tuple[Tensor, ...]]:
@@ -414,13 +411,6 @@ def _by_dtype(
         if parameter in groups and form is not None:
             found.setdefault(form.dtype, []).append(parameter)
     return list(found.values())
-
-
-def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether an operator gets the same options with two matrices."""
-    return one.keys() == other.keys() and all(
-        value is other[name] or str(value) == str(other[name]) for name, value in one.items() if name != "params"
-    )
 
 
 def _digest(tensor: Tensor, group: Mapping[str, Any] | None = None) -> str:

@@ -7,7 +7,6 @@ parameters on owners, and operators on owners (`runtime.optimizers.shared_operat
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
@@ -177,5 +176,5 @@ def stack_difference(operator: Operator, matrices: Sequence[Tensor], group: Mapp
         if torch.equal(*(one.contiguous().view(torch.uint8) for one in (stack, alone))):
             continue
         apart = float((stack - alone).abs().max() / alone.abs().max())
-        largest = max(largest, sys.float_info.min, math.inf if math.isnan(apart) else apart)
+        largest = max(largest, apart if apart > 0.0 else math.inf)  # signs of zeros, or no numbers
     return largest

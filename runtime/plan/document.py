@@ -278,16 +278,6 @@ class OperatorPlan(Record):
         return self.gathers or (tuple(self.owners),)
 
     @property
-    def executed(self) -> OperatorPlan | None:
-        """Return what ranks execute of it, in one form; None where nothing is shared."""
-        if not self.owners:
-            return None
-        return OperatorPlan(
-            owners=dict(sorted(self.owners.items())), gathers=self.messages, inside=self.inside or None,
-            batched=self.batched, tolerance=self.tolerance,
-        )  # fmt: skip
-
-    @property
     def predicted_us(self) -> float | None:
         return self.shared_us if self.owners else self.replicated_us
 

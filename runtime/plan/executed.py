@@ -9,6 +9,7 @@ from runtime.plan.document import (
     CompressorSpec,
     ModelReference,
     NormPlan,
+    OperatorPlan,
     PhasePlan,
     Plan,
     PlanBucket,
@@ -108,7 +109,12 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
     norms = updates.norms if updates is not None else None
     shared = None if norms is None or norms.shares is None else NormPlan(shares=norms.shares)
     operator = updates.operator if updates is not None else None
-    owned = operator.executed if operator is not None else None
+    owned = None
+    if operator is not None and operator.owners:
+        owned = OperatorPlan(
+            owners=dict(sorted(operator.owners.items())), gathers=operator.messages, inside=operator.inside or None,
+            batched=operator.batched, tolerance=operator.tolerance,
+        )  # fmt: skip
     step = None
     if updates is not None and updates.step is not None and updates.step.sharded:
         gathers = plan.gathers
