@@ -350,11 +350,6 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
     ]
 
 
-def updated_by(costs: OperatorCosts, shares: OperatorShares | None) -> float:
-    """Return the time of the update with these shares; None: every rank computes all."""
-    return costs.unshared_us if shares is None else costs.update(shares).update_us
-
-
 def shares_of(problem: Problem, plan: OperatorPlan | None) -> OperatorShares | None:
     """Return the shares that a plan has by name; None without owners, or where one is of no operator of the problem, or
     messages stay inside of nodes that the problem does not have.

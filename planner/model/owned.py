@@ -67,9 +67,7 @@ def loads_us(problem: Problem, owners: Sequence[int], *, updates: bool = True) -
     """Return the time of each rank's update; `updates`: those in 16 bits are gathered, and applied by every rank."""
     times_us, applied_us = _divided(problem, updates)
     even_us = sum(time_us for time_us, owner in zip(times_us, owners, strict=True) if owner < 0) / problem.ranks
-    owned = [(time_us, owner) for time_us, owner in zip(times_us, owners, strict=True) if owner >= 0]
-    loads = loads_of([time_us for time_us, _ in owned], [owner for _, owner in owned], problem.ranks)
-    return [applied_us + even_us + load for load in loads]
+    return [applied_us + even_us + load for load in loads_of(times_us, owners, problem.ranks)]
 
 
 def longest_us(problem: Problem) -> list[float]:
@@ -151,8 +149,7 @@ def costs_us(
 def largest_share(problem: Problem, owners: Sequence[int]) -> float:
     """Return the largest part of all elements, and so about of the optimizer's state, that one rank has."""
     sizes: list[float] = problem.size_bytes.tolist()
-    own = [(size, owner) for size, owner in zip(sizes, owners, strict=True) if owner >= 0]
-    loads = loads_of([size for size, _ in own], [owner for _, owner in own], problem.ranks)
+    loads = loads_of(sizes, owners, problem.ranks)
     return (max(loads) + (sum(sizes) - sum(loads)) / problem.ranks) / max(1.0, sum(sizes))
 
 

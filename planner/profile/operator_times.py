@@ -106,7 +106,7 @@ def _stacks(
     mine = dict[int, tuple[partial[Tensor], int]]()
     for place, ((operator, matrix, group), number) in enumerate(zip(firsts, numbers, strict=True)):
         count = min(number, max(2, -(-number // world.ranks)), MOST_STACKED_BYTES // max(1, matrix.nbytes))
-        if operator.batched and count > 1 and not stack_difference(operator, [matrix] * count, group):
+        if operator.batched and count > 1 and not stack_difference(operator, [matrix] * count, [group] * count):
             mine[place] = partial(_stacked, operator, matrix, group, count), count
     everyone = world.gather([*mine], "comparing stacks of matrices")
     return {place: stack for place, stack in mine.items() if all(place in of for of in everyone)}

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain, combinations, combinations_with_replacement, product
 
 from planner.ir import OperatorShares
-from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
+from planner.model.operator_costs import OperatorCosts, by_message, operator_costs
 from planner.model.problem import Problem
 from runtime.plan.lpt import loads_of
 
@@ -217,13 +217,9 @@ def in_messages(
         longest: each rank's longest first; default: in the order of the step's calls.
         grows: work of the messages: growing evenly (True) or shrinking (False); default: equal.
     """
-    total_us = [0.0] * costs.ranks
-    for matrix, owner in enumerate(owners):
-        if owner >= 0:
-            total_us[owner] += costs.operator_us[matrix]
     done_us, message = [0.0] * costs.ranks, [0] * costs.count
     order = range(costs.count) if not longest else sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
-    most_us = max(total_us)
+    most_us = max(loads_of(costs.operator_us, owners, costs.ranks))
     for matrix in order:
         if (owner := owners[matrix]) < 0:
             continue
@@ -250,7 +246,7 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: 
                 left -= 1
                 before = [(one, owners[one], message[one]) for one, *_ in change]
                 _set(owners, message, change)
-                update_us = updated_by(costs, by_message(costs, owners, message, inside))
+                update_us = costs.update(by_message(costs, owners, message, inside)).update_us
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:

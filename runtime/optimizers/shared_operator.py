@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from runtime.monitor.clock import Clock
 from runtime.optimizers.pto import Pending, Split
 from runtime.optimizers.units import Compute, Operator, stack_difference
 from runtime.torch_compat import plain_step
+
+Groups = Mapping[Tensor, Mapping[str, Any]]
+"""Group of each parameter that has a gradient."""
 
 TIMED_STEPS = 8
 """Number of steps in which operators are timed in a run."""
@@ -63,10 +67,9 @@ class SharedOperator:
         """Whether ranks have found that every one of them has to compute all."""
         self._callers: dict[Tensor, bool] = {}
         """Whether the step calls the operator for a parameter, of those that were timed."""
-        self._splits: dict[tuple[Tensor, ...], Split] = {}
+        self._splits: dict[tuple[Tensor, ...], tuple[Split, list[list[Tensor]]]] = {}
+        """Who computes what of each message, and what this rank computes at once."""
         self._batched, self._tolerance = frozenset[Tensor](), 0.0
-        self._stacks: set[tuple[Tensor, ...]] | None = None
-        """Matrices that this rank computes as one stack; None: ranks have not compared them yet."""
         self._open = ExitStack()
         """Holds the operator's replacement while the step runs."""
         self._busy = False
@@ -109,7 +112,7 @@ class SharedOperator:
         self._gathers = [(world, list(one)) for world, one in gathers]
         self._splits.clear()
         self._batched = frozenset(batched if self._operator.batched else ())
-        self._tolerance, self._stacks = tolerance, None
+        self._tolerance = tolerance
 
     @property
     def shared(self) -> int:
@@ -138,17 +141,17 @@ class SharedOperator:
             return
         unknown = [p for p in groups if p not in self._forms and p in self._names]
         for own in (p for p in groups if p not in self._forms and p not in self._names):
-            self._forms[own] = self._form_of_own(own, groups[own])
+            # Nothing is sent of what a rank trains by itself, so that the form of the matrix does.
+            found = self.run_one(own, groups[own], lambda matrix, _: matrix)
+            self._forms[own] = found if found is None else Result(tuple(found.shape), tuple(found.shape), found.dtype)
         if unknown:
             self._learn(groups, unknown)
             return
-        if self._batched and self._stacks is None:
-            self._compare_stacks(groups)
         pending: dict[Tensor, Tensor | tuple[Pending, int]] = {}
         for world, gather in self._gathers:
             for members in _by_dtype(gather, groups, self._forms):
-                split = self._split(world, members)
-                sent = split.start(lambda own: self._results(own, groups), members)
+                split, stacks = self._split(world, members, groups)
+                sent = split.start(partial(self._results, stacks, groups), members)
                 pending.update((p, (sent, place)) for place, p in enumerate(members))
         calls = iter([p for p in groups if self._forms.get(p) is not None])
 
@@ -176,7 +179,7 @@ class SharedOperator:
         if end is not None:
             end()
 
-    def _time(self, clock: Clock, groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def _time(self, clock: Clock, groups: Groups) -> None:
         for p in (p for p in groups if p not in self._callers):  # other groups of one class may have no operator
             self._callers[p] = self.run_one(p, groups[p], lambda matrix, _: matrix) is not None
         called = [p for p in groups if self._callers[p]]
@@ -199,30 +202,53 @@ class SharedOperator:
     def _what(self) -> str:
         return type(self.optimizer).__name__
 
-    def _split(self, world: World, members: Sequence[Tensor]) -> Split:
+    def _split(self, world: World, members: Sequence[Tensor], groups: Groups) -> tuple[Split, list[list[Tensor]]]:
+        """Return who computes what of a message, and what this rank computes at once."""
         key = tuple(members)
         if key not in self._splits:
             forms = [form for p in members if (form := self._forms[p]) is not None]
             owners = [self._owners[p] for p in members]
             shapes = [form.shape for form in forms]
-            self._splits[key] = Split(world, owners, shapes, forms[0].dtype, members[0].device)
+            split = Split(world, owners, shapes, forms[0].dtype, members[0].device)
+            mine = [members[place] for place in split.mine]
+            stacks = [[p] for p in mine] if self._batched.isdisjoint(members) else self._stacks(mine, groups)
+            self._splits[key] = split, stacks
         return self._splits[key]
 
-    def _result(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor:
-        found = self.run_one(parameter, group, compute)
-        if found is None:
-            raise InputError(
-                f"{self._what}: its step did not call the operator for {self._name(parameter)}, as steps before did; "
-                f"expected a call in every step in which it has a gradient"
-            )
-        return found
+    def _stacks(self, mine: Iterable[Tensor], groups: Groups) -> list[list[Tensor]]:
+        """Return this rank's part of a message in stacks, if every rank finds them near enough to one at a time."""
+        alike: dict[object, list[Tensor]] = {}
+        for p in mine:
+            key = (id(groups[p]), p.dtype, self._forms[p]) if p in self._batched else id(p)
+            alike.setdefault(key, []).append(p)
+        who = f"the operator of {self._what}"
+        what = f"comparing stacks of {who}"
+
+        def compare() -> list[tuple[float, str]]:
+            return [
+                (stack_difference(self._operator, *self._given(of, groups)), f"{len(of)} of {self._forms[of[0]]}")
+                for of in alike.values()
+                if len(of) > 1
+            ]
+
+        everyone = self._world.gather(agreed(self._world, what, compare, who), what)
+        apart, stack = max((one for of_rank in everyone for one in of_rank), default=(0.0, ""))
+        if apart <= self._tolerance:
+            return list(alike.values())
+        self._world.warn(
+            f"{who} is computed one matrix at a time: found a stack, {stack}, whose results differ by {apart:.1e} of "
+            f"their largest element, expected at most {self._tolerance} (updates.operator.tolerance): profile again",
+            FallbackWarning,
+        )
+        self._batched = frozenset()
+        return [[p] for of in alike.values() for p in of]
 
     @torch.no_grad()
-    def _results(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
+    def _results(self, stacks: Iterable[list[Tensor]], groups: Groups, own: Sequence[Tensor]) -> list[Tensor]:
         found: dict[Tensor, Tensor] = {}
-        for members in self._alike(own, groups):
-            if members not in (self._stacks or ()):
-                found.update((p, self._result(p, groups[p], self._operator.compute)) for p in members)
+        for members in stacks:
+            if len(members) == 1:
+                found[members[0]] = self._result(members[0], groups[members[0]], self._operator.compute)
                 continue
             matrices, options = self._given(members, groups)
             if all({**one, "params": ()} == {**options[0], "params": ()} for one in options):
@@ -232,20 +258,8 @@ class SharedOperator:
             found.update(zip(members, results, strict=True))
         return [found[p] for p in own]
 
-    def _alike(self, own: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> list[tuple[Tensor, ...]]:
-        """Return the parameters that may be one stack, in order; others are by themselves."""
-        found: dict[object, list[Tensor]] = {}
-        for p in own:
-            key = (id(groups[p]), p.dtype, self._forms[p]) if p in self._batched else id(p)
-            found.setdefault(key, []).append(p)
-        return list(map(tuple, found.values()))
-
-    def _given(
-        self, members: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
-        """Return the matrices that the step gives to its operator, copied, for it may use their memory again, with
-        their options.
-        """
+    def _given(self, members: Iterable[Tensor], groups: Groups) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
+        """Return what the step gives to its operator: copies of matrices, whose memory it may use again, and options."""
         options = list[Mapping[str, Any]]()
 
         def keep(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -254,40 +268,14 @@ class SharedOperator:
 
         return [self._result(p, groups[p], keep) for p in members], options
 
-    def _compare_stacks(self, groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Remember this rank's stacks of such a number and shape as every rank finds near enough to one at a time."""
-        mine = {
-            of: f"{len(of)} of {self._forms[of[0]]}"
-            for world, gather in self._gathers
-            for one in _by_dtype(gather, groups, self._forms)
-            for of in self._alike([p for p in one if self._owners[p] == world.rank], groups)
-            if len(of) > 1
-        }
-        who = f"the operator of {self._what}"
-        what = f"comparing stacks of {who}"
-
-        def compare() -> list[tuple[str, float]]:
-            given = ((kind, *self._given(of, groups)) for of, kind in mine.items())
-            return [(kind, stack_difference(self._operator, some, options[0])) for kind, some, options in given]
-
-        everyone = self._world.gather(agreed(self._world, what, compare, who), what)
-        far = {kind: apart for of in everyone for kind, apart in of if apart > self._tolerance}
-        self._stacks = {of for of, kind in mine.items() if kind not in far}
-        if far:
-            kind, apart = next(iter(far.items()))
-            self._world.warn(
-                f"{who} is computed one matrix at a time: found a stack, {kind}, whose results "
-                f"differ by {apart:.1e} of their largest element; expected at most {self._tolerance}, as the plan's "
-                f"updates.operator.tolerance says: profile again on this device, or let the plan name a tolerance",
-                FallbackWarning,
+    def _result(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor:
+        found = self.run_one(parameter, group, compute)
+        if found is None:
+            raise InputError(
+                f"{self._what}: its step did not call the operator for {self._name(parameter)}, as steps before did; "
+                f"expected a call in every step in which it has a gradient"
             )
-
-    def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
-        """Return a form for a parameter that each rank trains by itself: nothing is sent of its result, so that of the
-        matrix does.
-        """
-        found = self.run_one(parameter, group, lambda matrix, _: matrix)
-        return None if found is None else Result(tuple(found.shape), tuple(found.shape), found.dtype)
+        return found
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -330,17 +318,15 @@ class SharedOperator:
 
     # The first step with parameters that are not known: every rank computes all, and ranks compare the results.
 
-    def _learn(self, groups: Mapping[Tensor, Mapping[str, Any]], unknown: Sequence[Tensor]) -> None:
-        expected: dict[Tensor, str] = {}
-        for parameter in groups:
-            digest: list[str] = []
+    def _learn(self, groups: Groups, unknown: Sequence[Tensor]) -> None:
+        digests = list[str]()
 
-            def look(matrix: Tensor, group: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
-                digest.append(_digest(matrix, group))
-                return matrix
+        def look(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            digests.append(_digest(matrix, group))
+            return matrix
 
-            if self.run_one(parameter, groups[parameter], look) is not None:
-                expected[parameter] = digest[0]
+        called = [p for p in groups if self.run_one(p, groups[p], look) is not None]
+        expected = dict(zip(called, digests, strict=True))
         calls: list[tuple[str, Result, str, bool]] = []
         state = {
             tensor.untyped_storage().data_ptr()
@@ -374,22 +360,14 @@ class SharedOperator:
         elif any(writes for *_, writes in calls):
             problem = "its operator writes to the optimizer's state"
         results = zip(expected, calls, strict=False)
-        mine = (problem, [(self._names[p], str(form), digest) for p, (_, form, digest, _) in results
-                          if p in self._names])  # fmt: skip
-        everyone = self._world.gather(mine, f"comparing results of the operator of {self._what}")
-        problem = next((found for found, _ in everyone if found), None)
-        by_rank = [of_rank for _, of_rank in everyone]
-        if problem is None:
-            for rank, theirs in enumerate(by_rank):
-                odd = next((a for a, b in zip(theirs, by_rank[0], strict=False) if a != b), None)
-                if odd is not None or len(theirs) != len(by_rank[0]):
-                    what = (
-                        "other parameters"
-                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in by_rank[0])
-                        else f"another result of {odd[0]}"
-                    )
-                    problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"
-                    break
+        mine = {self._names[p]: (str(form), digest) for p, (_, form, digest, _) in results if p in self._names}
+        everyone = self._world.gather((problem, mine), f"comparing results of the operator of {self._what}")
+        problem, first = next((found for found, _ in everyone if found), None), everyone[0][1]
+        for rank, (_, theirs) in enumerate(everyone):
+            if problem is None and theirs != first:
+                odd = next((name for name, result in theirs.items() if result != first.get(name)), None)
+                what = f"another result of {odd}" if odd in first else "other parameters"
+                problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"
         if problem is None:
             self._forms.update((p, form) for p, (_, form, *_) in zip(expected, calls, strict=True))
             return

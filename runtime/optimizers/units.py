@@ -159,22 +159,21 @@ DRAWS = 2
 
 
 @torch.no_grad()
-def stack_difference(operator: Operator, matrices: Sequence[Tensor], group: Mapping[str, Any]) -> float:
+def stack_difference(operator: Operator, matrices: Sequence[Tensor], options: Sequence[Mapping[str, Any]]) -> float:
     """Return how far the results of a stack are from those of its matrices one at a time, relative to the largest
     element of these: 0.0 where all bits are equal, infinity where a stack has no such results.
     """
     generator, largest = torch.Generator(matrices[0].device).manual_seed(0), 0.0
     for draw in range(1 + DRAWS):
         given = [torch.empty_like(one).normal_(generator=generator) if draw else one for one in matrices]
-        alone = torch.stack([operator.compute(one.clone(), group) for one in given])
+        alone = torch.stack([operator.compute(one.clone(), of) for one, of in zip(given, options, strict=True)])
         try:
-            stack = operator.compute(torch.stack(given), group)
+            stack = operator.compute(torch.stack(given), options[0])
         except Exception:  # ranks compare what each has found
             return math.inf
-        if stack.shape != alone.shape or stack.dtype != alone.dtype:
+        if (stack.shape, stack.dtype) != (alone.shape, alone.dtype):
             return math.inf
-        if torch.equal(*(one.contiguous().view(torch.uint8) for one in (stack, alone))):
-            continue
-        apart = float((stack - alone).abs().max() / alone.abs().max())
-        largest = max(largest, apart if apart > 0.0 else math.inf)  # signs of zeros, or no numbers
+        if not torch.equal(*(one.contiguous().view(torch.uint8) for one in (stack, alone))):
+            apart = float((stack - alone).abs().max() / alone.abs().max())
+            largest = max(largest, apart if apart > 0.0 else math.inf)  # signs of zeros, or no numbers
     return largest

@@ -214,5 +214,5 @@ def test_newton_schulz_of_a_stack_is_that_of_each_matrix(shape: tuple[int, int])
     operator, group = operator_of(optimizer), optimizer.param_groups[0]
     assert operator is not None
     many = [torch.randn(shape, generator=generator) for _ in range(3)]
-    assert stack_difference(operator, many, group) < 0.1
-    assert stack_difference(OwnOperator(Halved(matrices())), many, group) == 0.0
+    assert stack_difference(operator, many, [group] * 3) < 0.1
+    assert stack_difference(OwnOperator(Halved(matrices())), many, [group] * 3) == 0.0
