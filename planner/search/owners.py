@@ -109,16 +109,10 @@ def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
     """Yield schedules over numbers of matrices, numbers of messages, and both orders."""
     # The step calls the last ones late: meanwhile it computes what is on all ranks.
     last = range(costs.count)[::-1]
-    order = sorted(last, key=lambda i: -costs.operator_us[i] / costs.result_bytes[i])
     by_time = sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
-    seen: set[frozenset[int]] = set()
-    for ranking in (by_time, order, last):
-        for cut in range(CUTS, 0, -1):
-            chosen = frozenset(ranking[: math.ceil(costs.count * cut / CUTS)])
-            if chosen in seen:
-                continue
-            seen.add(chosen)
-            yield from _sharing(costs, chosen)
+    cuts = [math.ceil(costs.count * cut / CUTS) for cut in range(CUTS, 0, -1)]
+    for chosen in dict.fromkeys(frozenset(of[:cut]) for of in (by_time, costs.by_density, last) for cut in cuts):
+        yield from _sharing(costs, chosen)
 
 
 def _sharing(costs: OperatorCosts, chosen: Collection[int]) -> Iterator[OperatorShares]:

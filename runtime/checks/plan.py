@@ -284,11 +284,10 @@ def _check_norms(
     if len(shares) != plan.world.ranks:
         return f"{where}: found {len(shares)} for {plan.world.ranks} ranks; expected one for each: {HINT}"
     listed = [name for share in shares for name in share]
-    unknown = next((name for name in listed if name not in parameters), None)
-    if unknown is not None:
-        return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {HINT}"
     twice = next((name for name, times in Counter(listed).items() if times > 1), None)
-    return None if twice is None else f"{where}: found {twice!r} twice; expected each parameter in one share: {HINT}"
+    if twice is not None:
+        return f"{where}: found {twice!r} twice; expected each parameter in one share: {HINT}"
+    return check_owner_ranks(where, dict.fromkeys(listed, 0), parameters, len(shares))
 
 
 def _check_operator(

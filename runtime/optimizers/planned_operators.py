@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
-from runtime.core.closures import Closure, is_closure, with_closures
+from runtime.core.closures import after_backward
 from runtime.monitor.clock import Clock
 from runtime.optimizers.norms import KEPT_STEPS
 from runtime.optimizers.shared_operator import SharedOperator
@@ -101,20 +101,7 @@ class PlannedOperators:
         shared = next((one for one in self._shared if one.optimizer is optimizer), None)
         if shared is None:
             return None
-        if any(map(is_closure, (*arguments, *keywords.values()))):
-            return with_closures(lambda closure: self._computing(shared, closure), arguments, keywords)
-        self._compute(shared)
-        return None
-
-    def _computing(self, shared: SharedOperator, closure: Closure) -> Closure:
-        """Return a closure after which this rank's share has been computed."""
-
-        def run() -> Any:
-            loss = closure()
-            self._compute(shared)
-            return loss
-
-        return run
+        return after_backward(lambda: self._compute(shared), arguments, keywords)
 
     def _compute(self, shared: SharedOperator) -> None:
         begin = self._clock.mark()

@@ -147,17 +147,16 @@ class SharedOperator:
         if unknown:
             self._learn(groups, unknown)
             return
-        pending: dict[Tensor, Tensor | tuple[Pending, int]] = {}
+        pending: dict[Tensor, tuple[Pending, int]] = {}
         for world, gather in self._gathers:
             for members in _by_dtype(gather, groups, self._forms):
                 split, stacks = self._split(world, members, groups)
                 sent = split.start(partial(self._results, stacks, groups), members)
                 pending.update((p, (sent, place)) for place, p in enumerate(members))
-        calls = iter([p for p in groups if self._forms.get(p) is not None])
+        calls = iter([(p, form) for p in groups if (form := self._forms.get(p)) is not None])
 
         def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-            parameter = next(calls, None)
-            form = None if parameter is None else self._forms[parameter]
+            parameter, form = next(calls, (None, None))
             if parameter is None or form is None or (parameter in pending and tuple(matrix.shape) != form.matrix):
                 raise InputError(
                     f"{self._what}: found a call of its operator with a matrix of shape {tuple(matrix.shape)} that "
@@ -208,8 +207,7 @@ class SharedOperator:
         if key not in self._splits:
             forms = [form for p in members if (form := self._forms[p]) is not None]
             owners = [self._owners[p] for p in members]
-            shapes = [form.shape for form in forms]
-            split = Split(world, owners, shapes, forms[0].dtype, members[0].device)
+            split = Split(world, owners, [form.shape for form in forms], forms[0].dtype, members[0].device)
             mine = [members[place] for place in split.mine]
             stacks = [[p] for p in mine] if self._batched.isdisjoint(members) else self._stacks(mine, groups)
             self._splits[key] = split, stacks

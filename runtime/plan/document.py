@@ -273,9 +273,7 @@ class OperatorPlan(Record):
     @property
     def messages(self) -> tuple[tuple[str, ...], ...]:
         """Return the parameters of each message; none where nothing is shared."""
-        if not self.owners:
-            return ()
-        return self.gathers or (tuple(self.owners),)
+        return (self.gathers or (tuple(self.owners),)) if self.owners else ()
 
     @property
     def predicted_us(self) -> float | None:
