@@ -491,8 +491,7 @@ def orthogonalize(
         return _NEWTON_SCHULZ(matrix, coefficients, steps, eps)
     a, b, c = coefficients
     tall = matrix.size(1) > matrix.size(2)
-    result = matrix.to(torch.bfloat16, copy=True)
-    result = result.mT if tall else result
+    result = (matrix.mT if tall else matrix).to(torch.bfloat16, copy=True)
     for one in result:
         one.div_(one.norm().clamp(min=eps))
     for _ in range(steps):

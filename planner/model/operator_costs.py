@@ -71,13 +71,12 @@ class OperatorCosts:
         listed, node = {name: shape for shape in profile.shapes for name in shape.parameters}, problem.node_costs
         sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
         total_us = sum(shape.operator_us for shape in listed.values())
-        kinds = {name: number for number, shape in enumerate(profile.shapes) for name in shape.parameters}
-        saved_us = tuple(shape.saved_us for shape in profile.shapes)
         rest_us = max(0.0, problem.update_us - total_us)
         all_bytes = max(1, sum(sizes.values()))
         # The step calls operators in the order of registration, which is about the reverse of readiness.
         names = tuple(name for name in reversed(sizes) if name in listed)
         apply_us = tuple(rest_us * sizes[name] / all_bytes for name in names)
+        saved_us = tuple(listed[name].saved_us for name in names)
         return cls(
             names=names,
             operator_us=tuple(listed[name].operator_us for name in names),
@@ -90,8 +89,8 @@ class OperatorCosts:
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
             before_us=tuple(listed[name].before_us for name in names),
             inside=None if node is None else (problem.cost.cluster.ranks_per_node, node.gather.curve),
-            kinds=tuple(kinds[name] for name in names) if any(saved_us) else (),
-            saved_us=tuple(saved_us[kinds[name]] for name in names),
+            kinds=tuple(profile.shapes.index(listed[name]) for name in names) if any(saved_us) else (),
+            saved_us=saved_us,
         )
 
     @property
@@ -161,15 +160,13 @@ class OperatorCosts:
             return self.of_node.update(replace(shares, inside=()))
         done, free_us, busy = [0.0] * self.ranks, [0.0, 0.0], list[tuple[float, float]]()
         arrival: dict[int, float] = {}
-        owner_us = self.owner_us
-        if self.kinds:
-            stacked = {i for stack in self.stacks(shares) for i in stack[1:]}
-            owner_us = tuple(us - self.saved_us[i] * (i in stacked) for i, us in enumerate(owner_us))
+        stacked = {matrix for stack in self.stacks(shares) for matrix in stack[1:]}
         for number, (members, time_us) in enumerate(zip(shares.messages, self.gathers_us(shares), strict=True)):
             inside = number in shares.inside
             work_us = [0.0] * self.scopes[inside][0]
             for matrix in members:
-                work_us[shares.owners[matrix]] += owner_us[matrix]
+                saved_us = self.saved_us[matrix] if matrix in stacked else 0.0
+                work_us[shares.owners[matrix]] += self.owner_us[matrix] - saved_us
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
             if busy:
                 done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]

@@ -518,7 +518,8 @@ def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job")
     Raises InputError, on all ranks alike, where it raised on some; EnvironmentFailure where every rank that raised said
     so.
     """
-    value, problem, cause = None, None, None
+    value, problem = None, None
+    cause: Exception | None = None
     try:
         value = make()
     except PlannerError as error:

@@ -99,9 +99,7 @@ class PlannedOperators:
         after its backward.
         """
         shared = next((one for one in self._shared if one.optimizer is optimizer), None)
-        if shared is None:
-            return None
-        return after_backward(lambda: self._compute(shared), arguments, keywords)
+        return shared and after_backward(lambda: self._compute(shared), arguments, keywords)
 
     def _compute(self, shared: SharedOperator) -> None:
         begin = self._clock.mark()
