@@ -180,19 +180,20 @@ def test_stacks_are_timed_where_bits_are_equal_and_of_one_group(factor: float) -
 
 
 @pytest.mark.parametrize(
-    ("factor", "tolerance", "dims"), [(1.0, 0.0, [3, 3]), (1.001, 0.0, [2] * 4), (1.001, 0.01, [3, 3])]
+    ("factor", "tolerance", "dims"), [(1.0, 0.0, [3, 3, 2, 2]), (1.001, 0.0, [2] * 6), (1.001, 0.01, [3, 3, 2, 2])]
 )
-def test_equal_shapes_are_one_stack_where_bits_are_equal_or_near_by_name(
+def test_equal_shapes_of_a_group_are_one_stack_where_bits_are_equal_or_near_by_name(
     factor: float, tolerance: float, dims: list[int]
 ) -> None:
     ends = []
     for batched in (True, False):
-        parameters = [*matrices(), *matrices()]
-        optimizer, world = Stacked(parameters, factor), World()
+        parameters = [p for _ in range(3) for p in matrices()]
+        groups = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.2}]
+        optimizer, world = Stacked(groups, factor), World()
         names: dict[Tensor, str] = {p: str(place) for place, p in enumerate(parameters)}
         shared = SharedOperator(optimizer, OwnOperator(optimizer), names, world)
         shared.share(dict.fromkeys(names, 0), [(world, parameters)], parameters if batched else (), tolerance)
-        warns = batched and len(dims) > 2
+        warns = batched and 3 not in dims
         said: Any = pytest.warns(FallbackWarning, match="one matrix at a time") if warns else nullcontext()
         with said:
             for _ in range(3):
@@ -200,7 +201,7 @@ def test_equal_shapes_are_one_stack_where_bits_are_equal_or_near_by_name(
                 shared.before_step()
                 optimizer.step()
                 shared.after_step()
-        assert optimizer.dims == (dims if batched else [2] * 4)
+        assert optimizer.dims == (dims if batched else [2] * 6)
         ends.append(parameters)
     same = all(map(torch.equal, *ends))
     assert same == (tolerance == 0.0)
