@@ -484,8 +484,20 @@ def is_of_backend(error: BaseException) -> bool:
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return the Newton–Schulz orthogonalization of a matrix as `torch.optim.Muon` computes it."""
-    return _NEWTON_SCHULZ(matrix, coefficients, steps, eps)
+    """Return the Newton–Schulz orthogonalization of a matrix as `torch.optim.Muon` computes it; of a stack of matrices
+    with three dimensions that of each, by the same steps in batched products.
+    """
+    if matrix.dim() != 3:
+        return _NEWTON_SCHULZ(matrix, coefficients, steps, eps)
+    a, b, c = coefficients
+    tall = matrix.size(1) > matrix.size(2)
+    result = (matrix.mT if tall else matrix).to(torch.bfloat16, copy=True)
+    for one in result:
+        one.div_(one.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = result @ result.mT
+        result = torch.baddbmm(result, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.mT if tall else result
 
 
 _NEWTON_SCHULZ = _muon._zeropower_via_newtonschulz

@@ -114,6 +114,7 @@ def _operator(problem: Problem, schedule: Schedule) -> OperatorPlan | None:
         owners={names[matrix]: owner for matrix, owner in enumerate(shares.owners) if owner >= 0},
         gathers=tuple(tuple(names[matrix] for matrix in members) for members in shares.messages),
         inside=shares.inside or None,
+        batched=tuple(names[matrix] for stack in costs.stacks(shares) for matrix in stack) or None,
         replicated_us=costs.unshared_us,
         shared_us=costs.update(shares).update_us,
         gather_us=sum(costs.gathers_us(shares)),

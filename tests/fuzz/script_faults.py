@@ -19,6 +19,7 @@ from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.delay.server import Server
 from runtime.optimizers.shared_operator import SharedOperator
+from runtime.optimizers.units import Compute
 from runtime.outer import local_steps
 from runtime.session.session import Session
 from runtime.sharded import awaited
@@ -44,9 +45,9 @@ def _faster(self: Server, rates: Any, *arguments: Any) -> None:
     _update(self, [rate | {"lr": rate["lr"] * 1.01} for rate in rates], *arguments)
 
 
-def _without_momentum(self: SharedOperator, parameter: Tensor, group: Any) -> Tensor:
+def _without_momentum(_self: SharedOperator, parameter: Tensor, group: Any, compute: Compute) -> Tensor:
     assert parameter.grad is not None
-    return self._operator.compute(parameter.grad, group)
+    return compute(parameter.grad, group)
 
 
 @contextlib.contextmanager
