@@ -138,13 +138,8 @@ class Learned(Comparison):
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Return how long it took."""
-        return (self.timing_line,)
-
-    @property
-    def timing_line(self) -> str:
-        """Return how long it took, and what was said before."""
-        return f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
+        """Return how long it took, and what was estimated before."""
+        return (f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s",)
 
     def measured(self, plan: Plan, name: str, job: str) -> Plan:
         """Return a plan with what its file keeps of its row."""
@@ -170,16 +165,14 @@ def summarize_learned(
         learn: steps, seeds and margin.
         predicted_us: step of each contestant on another cluster, in µs; None: as measured here.
     """
-    losses = {name: _losses(ranks, index, learn) for index, name in enumerate(_names(ranks))}
+    losses = {record.variant.name: _losses(ranks, index, learn) for index, record in enumerate(ranks[0].records)}
     times = values_by_name(ranks)
     step_us = {name: median_interval(times[name]) for name in times}
     if predicted_us is not None:
         step_us = {name: Interval(us, us, us) for name, us in predicted_us.items()}
     spread = _spread(losses)
     metrics = _metrics(ranks)
-    rows = [
-        _row(name, losses, metrics, step_us, learn, spread) for name in losses if name in step_us
-    ]  # fmt: skip
+    rows = [_row(name, losses, metrics, step_us, learn, spread) for name in losses if name in step_us]
     lines = [sentence(row, learn) for row in rows if row.name not in (DDP, DDP_AGAIN)]
     if spread > learn.margin:
         by_metric = any(row.judged_by == "metric" for row in rows)
@@ -274,10 +267,6 @@ def steps_to(windows: Sequence[float], loss: float, steps: int) -> float | None:
     return None
 
 
-def _names(ranks: Sequence[LearnedRank]) -> list[str]:
-    return [record.variant.name for record in ranks[0].records]
-
-
 def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[np.float64]:
     """Return the losses of a contestant, mean over ranks. Shape (seeds, steps)."""
     of_ranks = [[loss for block in rank.records[index].losses for loss in block] for rank in ranks]
@@ -338,10 +327,10 @@ def _steps_to_ddp(losses: NDArray[np.float64], ddp: NDArray[np.float64]) -> floa
 def _metrics(ranks: Sequence[LearnedRank]) -> dict[str, list[float]]:
     """Return the metric of each seed, mean over ranks, by contestant; empty where the job has none."""
     found = {}
-    for index, name in enumerate(_names(ranks)):
+    for index, record in enumerate(ranks[0].records):
         of_ranks = [rank.records[index].metrics for rank in ranks]
         if all(of_ranks):
-            found[name] = [statistics.fmean(of_seed) for of_seed in zip(*of_ranks, strict=True)]
+            found[record.variant.name] = [statistics.fmean(of_seed) for of_seed in zip(*of_ranks, strict=True)]
     return found
 
 

@@ -54,7 +54,7 @@ def curves_text(learned: Learned, title: str, measured: str) -> str:
     words = ["Lines are means over ranks and seeds; hover labels have the lowest and the highest seed."]
     drawn = figure("losses", figures, "Loss of each way to train", words, f"{title}, {where}, measured {measured}.")
     body = [
-        paragraphs(f"{line[:1].upper()}{line[1:]}." for line in (*learned.verdicts, learned.timing_line)),
+        paragraphs(f"{line[:1].upper()}{line[1:]}." for line in (*learned.verdicts, *learned.closing)),
         table(Listing("What each way to train learnt", row.COLUMNS, cells, row.LEFT).filled()),
         f"<section>\n<h2>Loss over steps</h2>\n{drawn}\n</section>",
     ]
