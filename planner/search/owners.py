@@ -291,7 +291,7 @@ def _changes(
         loads_us = [0.0] * costs.ranks
         for other, owner in enumerate(owners):
             if owner >= 0:
-                step = costs.scopes[message[other] % 2][0]
+                step, _ = costs.scope(message[other] % 2 == 1)
                 for rank in range(owner, costs.ranks, step):
                     loads_us[rank] += costs.operator_us[other]
         ranks = [min(range(of), key=loads_us.__getitem__) for of, _ in costs.scopes]
@@ -299,6 +299,7 @@ def _changes(
     numbers = range(2 * (max(message) // 2) + 4) if costs.count <= 8 else range(2 * place - 2, 2 * place + 4)
     for rank in (here, *ranks) if here >= 0 else ranks:
         for other in numbers:
-            known = other >= 0 and other % 2 < len(costs.scopes)
-            if known and rank < costs.scopes[other % 2][0] and (rank, other) != (here, number):
+            inside = other % 2 == 1
+            known = other >= 0 and (costs.inside is not None or not inside)
+            if known and rank < costs.scope(inside)[0] and (rank, other) != (here, number):
                 yield rank, other
