@@ -33,7 +33,7 @@ class _Label:
         return max(self.computed_us, self.sent_us)
 
 
-def best_cuts(problem: Problem, most: int = MOST_CUTS) -> list[tuple[float, tuple[str, ...]]]:
+def best_cuts(problem: Problem) -> list[tuple[float, tuple[str, ...]]]:
     """Return, by the number of cuts from 0, (end of the last message, modules) of the best choice.
 
     The end is in microseconds from the start of forward; modules are in the order of backward. Graph breaks of the
@@ -54,7 +54,7 @@ def best_cuts(problem: Problem, most: int = MOST_CUTS) -> list[tuple[float, tupl
         labels = (label for front in fronts[:stop] for label in front)
         return [_extended(label, ready_us, sent_us, stop, backward_us, forward_us) for label in labels]
 
-    for _ in range(min(most, len(cuts)) + 1):
+    for _ in range(min(MOST_CUTS, len(cuts)) + 1):
         for stop in range(1, last):
             if stops[stop] in breaks:
                 fronts[stop] = _front(extended(stop))
