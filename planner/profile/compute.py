@@ -299,6 +299,14 @@ def matrix_of(parameter: torch.Tensor) -> tuple[int, int] | None:
     return (rows, columns) if min(rows, columns) > 1 else None
 
 
+def gradient_of(name: str, parameter: torch.Tensor, backward_us: float, spread_us: float | None = None) -> Gradient:
+    """Return what a profile says of a parameter's gradient."""
+    return Gradient(
+        name=name, layer=layer_of(name), numel=parameter.numel(), dtype=dtype_name(parameter.dtype),
+        backward_us=backward_us, spread_us=spread_us, matrix=matrix_of(parameter),
+    )  # fmt: skip
+
+
 def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
     """Make one profile of all ranks' times, gradients in order of readiness.
 
@@ -320,17 +328,8 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
     before_us = forward_us
     for name in sorted(ready_us, key=lambda name: (ready_us[name], order[name])):
         at_us = max(before_us, ready_us[name])
-        gradients.append(
-            Gradient(
-                name=name,
-                layer=layer_of(name),
-                numel=parameters[name].numel(),
-                dtype=dtype_name(parameters[name].dtype),
-                backward_us=_round(at_us - before_us),
-                spread_us=_round(_spread(everywhere[name])),
-                matrix=matrix_of(parameters[name]),
-            )
-        )
+        spread_us = _round(_spread(everywhere[name]))
+        gradients.append(gradient_of(name, parameters[name], _round(at_us - before_us), spread_us))
         before_us = at_us
     ends_us = _latest([rank.backward_end_us for rank in ranks])
     steps_us = step_times_us(ranks)
