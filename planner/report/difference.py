@@ -143,14 +143,10 @@ def _bucket_text(buckets: Sequence[PlanBucket]) -> str:
     """Describe buckets: their number, sizes and forms."""
     if not buckets:
         return "–"
-    forms = list(dict.fromkeys(map(_form, buckets)))
+    forms = dict.fromkeys(f"{one.collective}/{one.algorithm} {spelled_options(one.compressor)}" for one in buckets)
     sizes = "+".join(str(len(bucket.gradients)) for bucket in buckets)
     counted = pluralize(len(buckets), "bucket")
     return f"{counted} of {sizes}: {'; '.join(forms)}"
-
-
-def _form(bucket: PlanBucket) -> str:
-    return f"{bucket.collective}/{bucket.algorithm} {spelled_options(bucket.compressor)}"
 
 
 def _predictions(plan: Plan) -> Iterator[Mapping[str, Any]]:
