@@ -9,7 +9,7 @@ from typing import Any
 from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize, sanitize
 from planner.report.listing import Listing, make_console, print_tables
 from planner.report.tables import SHOWN_BUCKETS
-from runtime.plan import Plan, PlanBucket, load_plan
+from runtime.plan import Plan, PlanBucket
 from runtime.plan.executed import FOR_READERS, executed_part, spelled_options
 
 
@@ -48,11 +48,6 @@ def difference(first: Plan, second: Plan) -> Difference:
     """
     executed = list(_executed_rows(executed_part(first), executed_part(second)))
     return Difference(executed=tuple(executed), predicted=tuple(_rows(_predictions(first), _predictions(second))))
-
-
-def difference_of_files(first: str, second: str) -> Difference:
-    """Return in what the plans of two files differ. Raises InputError: a file is no plan."""
-    return difference(load_plan(first), load_plan(second))
 
 
 def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
