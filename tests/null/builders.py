@@ -226,11 +226,11 @@ def random_problem(rng: np.random.Generator, count: int, kind: str, **options: A
     return make(profile_document(rows, **options), cluster)
 
 
-def run(*arguments: str) -> None:
-    """Run a command, which has to succeed."""
+def run(*arguments: str, code: int = 0) -> None:
+    """Run a command, which has to end with this exit code."""
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    assert not stop.value.code
+    assert (stop.value.code or 0) == code
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
