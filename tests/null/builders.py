@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from rich.console import Console
 
 from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.profile import Cluster, Profile, parse_cluster, parse_profile
 from planner.model.problem import Problem
+from planner.report.tables import print_plan
+from runtime.plan import Plan
 
 Rows = Sequence[tuple[int, float]]
 """(numel, backward_us) of each gradient."""
@@ -237,6 +241,13 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """Return what a command prints with --json."""
     run(*arguments, "--json")
     return json.loads(capsys.readouterr().out)
+
+
+def printed(plan: Plan) -> str:
+    """Return the tables of a plan with its buckets, as a wide terminal shows them."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_plan(plan, console, buckets=True)
+    return console.export_text()
 
 
 def every_choice(count: int, forms: int) -> Any:
