@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -235,6 +235,23 @@ def run(*arguments: str, code: int = 0) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert (stop.value.code or 0) == code
+
+
+class Outcome(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def outcome_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Outcome:
+    """Run a command, and return how it ended."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    code = stop.value.code or 0
+    assert isinstance(code, int)
+    return Outcome(code, *capsys.readouterr())
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
