@@ -32,6 +32,9 @@ NEAR = 1e-6
 HOPELESS = 1.2
 """Schedules that take this much longer than the best are not moved."""
 
+Place = tuple[int, int, int]
+"""(matrix, owner, message)."""
+
 
 @dataclass(frozen=True)
 class OwnerSearch:
@@ -246,46 +249,34 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: 
     while again and left > 0:
         again = False
         for matrix in range(costs.count):
-            for owner, number in _changes(costs, owners, message, matrix):
+            for change in _changes(costs, owners, message, matrix):
                 left -= 1
-                before = owners[matrix], message[matrix]
-                owners[matrix], message[matrix] = owner, number
+                before = [(one, owners[one], message[one]) for one, *_ in change]
+                _put(owners, message, change)
                 update_us = updated_by(costs, by_message(costs, owners, message, inside))
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
-                    owners[matrix], message[matrix] = before
-                if left <= 0:
-                    break
-            for other in range(matrix) if left > 0 else ():
-                if owners[matrix] == owners[other] or costs.operator_us[matrix] == costs.operator_us[other]:
-                    continue
-                left -= 1
-                _swap(owners, message, matrix, other)
-                update_us = updated_by(costs, by_message(costs, owners, message, inside))
-                if update_us < best_us * (1.0 - NEAR):
-                    best_us, again = update_us, True
-                else:
-                    _swap(owners, message, matrix, other)
+                    _put(owners, message, before)
                 if left <= 0:
                     break
     return by_message(costs, owners, message, inside), best_us
 
 
-def _swap(owners: list[int], message: list[int], one: int, other: int) -> None:
-    owners[one], owners[other] = owners[other], owners[one]
-    message[one], message[other] = message[other], message[one]
+def _put(owners: list[int], message: list[int], change: Sequence[Place]) -> None:
+    for matrix, owner, number in change:
+        owners[matrix], message[matrix] = owner, number
 
 
 def _changes(
     costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[Sequence[Place]]:
     """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
-    and other messages, as `_moved` numbers them.
+    and other messages, as `_moved` numbers them; then exchanges with earlier matrices.
     """
     here, number = owners[matrix], message[matrix]
     if here >= 0:
-        yield -1, number
+        yield [(matrix, -1, number)]
     ranks: Sequence[int] = range(costs.ranks)
     if costs.ranks * costs.count > 64:
         loads_us = [0.0] * costs.ranks
@@ -302,4 +293,7 @@ def _changes(
             inside = other % 2 == 1
             known = other >= 0 and (costs.inside is not None or not inside)
             if known and rank < costs.scope(inside)[0] and (rank, other) != (here, number):
-                yield rank, other
+                yield [(matrix, rank, other)]
+    for one in range(matrix):
+        if owners[matrix] != owners[one] and costs.operator_us[matrix] != costs.operator_us[one]:
+            yield [(matrix, owners[one], message[one]), (one, owners[matrix], message[matrix])]
