@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,7 +24,7 @@ from planner.documents.text import milliseconds, pluralize
 from runtime.monitor.verdict import half_interval, t_quantile
 from runtime.plan import Plan
 from runtime.plan.executed import executed_digest
-from runtime.plan.measured_accuracy import AccuracyMeasured, JudgedBy, LearnedVerdict
+from runtime.plan.measured_accuracy import AccuracyMeasured, JudgedBy, LearnedFigures, LearnedVerdict
 
 if TYPE_CHECKING:
     from planner.comparison.learning import LearnedRank
@@ -41,7 +41,7 @@ MOST_SEEDS, MOST_LONGER = 1000, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedRow:
+class LearnedRow(LearnedFigures):
     """The losses of one contestant, and the verdict. Differences are relative to DDP's last loss of the same seed."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -55,29 +55,10 @@ class LearnedRow:
     place: ClassVar[float] = 0.0
     """Sort key in tables, which keep the order of the contestants."""
     name: str
-    last_loss: float | None
-    """Mean over the last tenth of the steps, all ranks and seeds; None: not finite."""
-    against_ddp: float | None
-    ci95: tuple[float, float] | None
-    """95 % interval of `against_ddp` over seeds; None with one seed, or where the loss is not finite."""
-    ddp_spread: float
-    """Largest difference of DDP's last loss from itself with sums in another order."""
-    steps_to_ddp_loss: float | None
-    """Steps until the loss that DDP has at 90 % of its steps, mean over seeds; None: some seed does not reach it."""
-    time_to_ddp_loss: float | None
-    """Time until that loss, as a share of DDP's; None: not reached."""
-    verdict: LearnedVerdict
     end_loss: float | None
     """Loss of the last step, mean over ranks and seeds."""
     step_us: float
     """Step as measured, the median or the mean over periods, or as predicted for another cluster."""
-    metric: float | None = None
-    """The job's evaluation metric after the last step, mean over ranks and seeds."""
-    metric_against_ddp: float | None = None
-    """Mean over seeds of the difference from DDP's metric, in its own unit."""
-    metric_ci95: tuple[float, float] | None = None
-    judged_by: JudgedBy = "loss"
-    """The metric where DDP's own spread of the loss is above the margin and the job has one."""
     telling_seeds: int | None = None
     """Estimated number of seeds that would tell; None: these do, or none are enough."""
 
@@ -138,24 +119,15 @@ class Learned(Comparison):
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Return how long it took."""
-        return (self.timing_line,)
-
-    @property
-    def timing_line(self) -> str:
-        """Return how long it took, and what was said before."""
-        return f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
+        """Return how long it took, and what was estimated before."""
+        return (f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s",)
 
     def measured(self, plan: Plan, name: str, job: str) -> Plan:
         """Return a plan with what its file keeps of its row."""
         row = next(row for row in self.rows if row.name == name)
-        taken = (
-            "verdict", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss",
-            "metric", "metric_against_ddp", "metric_ci95", "judged_by",
-        )  # fmt: skip
         kept = AccuracyMeasured(
             job=job, margin=self.learn.margin, steps=self.learn.steps, seeds=self.learn.seeds, ranks=self.ranks,
-            executed=executed_digest(plan), **{key: value for key, value in asdict(row).items() if key in taken},
+            executed=executed_digest(plan), **{each.name: getattr(row, each.name) for each in fields(LearnedFigures)},
         )  # fmt: skip
         return replace(plan, accuracy_measured=kept)
 
@@ -170,7 +142,7 @@ def summarize_learned(
         learn: steps, seeds and margin.
         predicted_us: step of each contestant on another cluster, in µs; None: as measured here.
     """
-    losses = {name: _losses(ranks, index, learn) for index, name in enumerate(_names(ranks))}
+    losses = {record.variant.name: _losses(ranks, index, learn) for index, record in enumerate(ranks[0].records)}
     times = values_by_name(ranks)
     step_us = {name: median_interval(times[name]) for name in times}
     if predicted_us is not None:
@@ -274,10 +246,6 @@ def steps_to(windows: Sequence[float], loss: float, steps: int) -> float | None:
     return None
 
 
-def _names(ranks: Sequence[LearnedRank]) -> list[str]:
-    return [record.variant.name for record in ranks[0].records]
-
-
 def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[np.float64]:
     """Return the losses of a contestant, mean over ranks. Shape (seeds, steps)."""
     of_ranks = [[loss for block in rank.records[index].losses for loss in block] for rank in ranks]
@@ -322,10 +290,10 @@ def _steps_to_ddp(losses: NDArray[np.float64], ddp: NDArray[np.float64]) -> floa
 def _metrics(ranks: Sequence[LearnedRank]) -> dict[str, list[float]]:
     """Return the metric of each seed, mean over ranks, by contestant; empty where the job has none."""
     found = {}
-    for index, name in enumerate(_names(ranks)):
+    for index, record in enumerate(ranks[0].records):
         of_ranks = [rank.records[index].metrics for rank in ranks]
         if all(of_ranks):
-            found[name] = [statistics.fmean(of_seed) for of_seed in zip(*of_ranks, strict=True)]
+            found[record.variant.name] = [statistics.fmean(of_seed) for of_seed in zip(*of_ranks, strict=True)]
     return found
 
 

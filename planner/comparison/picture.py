@@ -56,7 +56,7 @@ def curves_text(learned: Learned, title: str, measured: str) -> str:
     names = tuple(one.name for one in learned.rows if one.name != PLAN)
     told = (line if line.startswith(names) else line[:1].upper() + line[1:] for line in learned.verdicts)
     body = [
-        paragraphs(f"{line}." for line in (*told, learned.timing_line.capitalize())),
+        paragraphs(f"{line}." for line in (*told, *learned.closing)),
         table(Listing("What each way to train learnt", row.COLUMNS, cells, row.LEFT).filled()),
         f"<section>\n<h2>Loss over steps</h2>\n{drawn}\n</section>",
     ]

@@ -62,12 +62,7 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
     intervals = problem.profile.compute.intervals
     named = (
         PredictedTask(
-            task=span.task,
-            resource=span.resource,
-            start_us=span.start_us,
-            end_us=span.end_us,
-            bucket=span.bucket,
-            ready_us=span.ready_us,
+            **span.task_fields,
             step=span.step if isinstance(span, StepSpan) else None,
             critical=True if isinstance(span, WindowSpan) and span.critical else None,
             **_together(problem, schedule, span),

@@ -102,10 +102,14 @@ class OperatorCosts:
         """Ranks that share a message's matrices, and the time of its all-gather: all ranks, and those of a node."""
         return (self.ranks, self.curve), *((self.inside,) if self.inside else ())
 
+    def scope(self, inside: bool) -> tuple[int, Curve]:
+        """Return the one of `scopes` of a message that goes to all ranks or stays inside of nodes."""
+        return self.scopes[-1] if inside else self.scopes[0]
+
     @cached_property
     def of_node(self) -> OperatorCosts:
         """Costs of one node by itself, where messages may stay inside of nodes."""
-        ranks, curve = self.scopes[True]
+        ranks, curve = self.scope(inside=True)
         return replace(self, ranks=ranks, curve=curve, inside=None)
 
     @cached_property
@@ -127,7 +131,7 @@ class OperatorCosts:
         """Return the gathered bytes of each message: from each rank as many as the most that one of them has."""
         sizes = []
         for number, members in enumerate(shares.messages):
-            ranks, _ = self.scopes[number in shares.inside]
+            ranks, _ = self.scope(number in shares.inside)
             own = [0] * ranks
             for matrix in members:
                 own[shares.owners[matrix]] += self.result_bytes[matrix]
@@ -140,8 +144,9 @@ class OperatorCosts:
         if not len(sizes):
             return []
         times_us = self.curve(sizes)
+        _, curve = self.scope(inside=True)
         for number in shares.inside:
-            times_us[number] = self.scopes[True][1](sizes[number : number + 1])[0]
+            times_us[number] = curve(sizes[number : number + 1])[0]
         found: list[float] = (times_us * self.slowed).tolist()
         return found
 
@@ -158,12 +163,13 @@ class OperatorCosts:
         """Return the times of an update with these owners and messages."""
         if shares.inside and len(shares.inside) == len(shares.messages):  # every node alike
             return self.of_node.update(replace(shares, inside=()))
-        done, free_us, busy = [0.0] * self.ranks, [0.0, 0.0], list[tuple[float, float]]()
+        done, free_us, busy = [0.0] * self.ranks, {True: 0.0, False: 0.0}, list[tuple[float, float]]()
         arrival: dict[int, float] = {}
         stacked = {matrix for stack in self.stacks(shares) for matrix in stack[1:]}
         for number, (members, time_us) in enumerate(zip(shares.messages, self.gathers_us(shares), strict=True)):
             inside = number in shares.inside
-            work_us = [0.0] * self.scopes[inside][0]
+            ranks, _ = self.scope(inside)
+            work_us = [0.0] * ranks
             for matrix in members:
                 saved_us = self.saved_us[matrix] if matrix in stacked else 0.0
                 work_us[shares.owners[matrix]] += self.owner_us[matrix] - saved_us

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,8 +135,7 @@ def measure_contention(
     if not sizes:
         return {}
     flood = _Flood(bench)
-    runner = StepRunner(training, bench, flood)
-    try:
+    with closing(StepRunner(training, bench, flood)) as runner:
         fitting = _fitting(flood, runner.clock, backward_us, compute.size_bytes, kinds, budget_s * PROBING)
         chosen = spread_evenly(fitting, sizes)
         if not chosen:
@@ -147,8 +147,6 @@ def measure_contention(
         round_s = max(world.gather(time.perf_counter() - started, "timing a round"))
         repeats = int(min(MAX_ROUNDS, max(1, budget_s / max(round_s, 1e-9))))
         rounds += [_round(runner, flood, chosen) for _ in bench.progress.track(range(repeats - 1), "contention")]
-    finally:
-        runner.close()
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
     found: dict[str, tuple[SizeFactors, ...]] = {}
     for index, (kind, size_bytes, _) in enumerate(chosen):

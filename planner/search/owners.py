@@ -32,6 +32,9 @@ NEAR = 1e-6
 HOPELESS = 1.2
 """Schedules that take this much longer than the best are not moved."""
 
+Place = tuple[int, int, int]
+"""(matrix, owner, message)."""
+
 
 @dataclass(frozen=True)
 class OwnerSearch:
@@ -239,27 +242,27 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: 
             for change in _changes(costs, owners, message, matrix):
                 left -= 1
                 before = [(one, owners[one], message[one]) for one, *_ in change]
-                _set(owners, message, change)
+                _put(owners, message, change)
                 update_us = costs.update(by_message(costs, owners, message, inside)).update_us
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
-                    _set(owners, message, before)
+                    _put(owners, message, before)
                 if left <= 0:
                     break
     return by_message(costs, owners, message, inside), best_us
 
 
-def _set(owners: list[int], message: list[int], change: Iterable[tuple[int, int, int]]) -> None:
+def _put(owners: list[int], message: list[int], change: Sequence[Place]) -> None:
     for matrix, owner, number in change:
         owners[matrix], message[matrix] = owner, number
 
 
 def _changes(
     costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield changes, each as matrices with another owner and message: one on all ranks, on the least loaded rank, on
-    all ranks where there are few, in other messages, as `_moved` numbers them, and exchanged with those before it.
+) -> Iterator[Sequence[Place]]:
+    """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
+    and other messages, as `_moved` numbers them; then exchanges with earlier matrices.
     """
     here, number = owners[matrix], message[matrix]
     if here >= 0:
@@ -269,7 +272,7 @@ def _changes(
         loads_us = [0.0] * costs.ranks
         for other, owner in enumerate(owners):
             if owner >= 0:
-                step = costs.scopes[message[other] % 2][0]
+                step, _ = costs.scope(message[other] % 2 == 1)
                 for rank in range(owner, costs.ranks, step):
                     loads_us[rank] += costs.operator_us[other]
         ranks = [min(range(of), key=loads_us.__getitem__) for of, _ in costs.scopes]
@@ -277,9 +280,10 @@ def _changes(
     numbers = range(2 * (max(message) // 2) + 4) if costs.count <= 8 else range(2 * place - 2, 2 * place + 4)
     for rank in (here, *ranks) if here >= 0 else ranks:
         for other in numbers:
-            known = other >= 0 and other % 2 < len(costs.scopes)
-            if known and rank < costs.scopes[other % 2][0] and (rank, other) != (here, number):
+            inside = other % 2 == 1
+            known = other >= 0 and (costs.inside is not None or not inside)
+            if known and rank < costs.scope(inside)[0] and (rank, other) != (here, number):
                 yield [(matrix, rank, other)]
-    for other in range(matrix):
-        if owners[matrix] != owners[other] and costs.operator_us[matrix] != costs.operator_us[other]:
-            yield [(matrix, owners[other], message[other]), (other, owners[matrix], message[matrix])]
+    for one in range(matrix):
+        if owners[matrix] != owners[one] and costs.operator_us[matrix] != costs.operator_us[one]:
+            yield [(matrix, owners[one], message[one]), (one, owners[matrix], message[matrix])]

@@ -282,6 +282,12 @@ class World:
         )
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the group of these ranks, of which there are several."""
+        assert self.group is not None
+        return self.group
+
+    @property
     def others(self) -> str:
         """Name of the ranks that may have failed when a collective does: a number if there is only one."""
         return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
@@ -316,8 +322,7 @@ class World:
 
     def break_off(self, rank: int) -> None:
         """Let all fail that worlds have under way with a lost rank: no thread of the backend waits for it then."""
-        assert self.group is not None
-        lost = dist.get_process_group_ranks(self.group)[rank]
+        lost = dist.get_process_group_ranks(self.process_group)[rank]
         for group in list(_private):
             with suppress(KeyError, ValueError, RuntimeError):  # ended meanwhile, or of devices alone
                 ranks = dist.get_process_group_ranks(group)

@@ -441,13 +441,8 @@ class Plan(Document):
             path: JSON path of the plan, which the message begins with.
         """
         checks = (
-            interface_problem,
-            gathers_problem,
-            _buckets_problem,
-            _from_step_problem,
-            _shares_problem,
-            _cuts_problem,
-        )
+            interface_problem, gathers_problem, _buckets_problem, _from_step_problem, _shares_problem, _cuts_problem
+        )  # fmt: skip
         problem = next(filter(None, (check(self, path) for check in checks)), None)
         if problem is None and self.outer is not None:
             problem = self.outer.problem_in(self.buckets, path)

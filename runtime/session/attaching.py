@@ -13,7 +13,7 @@ from torch import nn
 
 from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import check_steps, holders_of, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import check_steps, holders_of, warn_of_accuracy
 from runtime.checks.plan import check_plan
 from runtime.checks.topology import adapt, check_topology
 from runtime.comm.topology import NodeInfo, find_topology, node_info
@@ -157,10 +157,7 @@ def attach_as(
             if problem := check_topology(phase, world.topology):
                 raise PlanMismatch(f"phase {number} of the plan: {problem}")
         world.take_down_dropped()  # all ranks are known to attach now
-        if world.rank == 0 and world.ranks > 1:
-            warn_of_selection(adapted, inner_optimizers(optimizer))
-            if options.guard:
-                warn_of_cost(adapted)
+        warn_of_accuracy(adapted, inner_optimizers(optimizer), world, guarded=options.guard)
         if options.drift and world.rank == 0:
             warn_of_torch(adapted)
         if options.sync:

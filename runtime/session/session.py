@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runtime.checks.attach import check_executable
 from runtime.checks.modes import asked_modes, make_mode
-from runtime.checks.optimizer import holders_of, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import holders_of, warn_of_accuracy
 from runtime.checks.plan import check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
@@ -594,10 +594,7 @@ class Session:
             )
             if problem:
                 return None, problem
-            if self._world.rank == 0 and self._world.ranks > 1:
-                warn_of_selection(loaded, self.optimizers)
-                if self._options.guard:
-                    warn_of_cost(loaded)
+            warn_of_accuracy(loaded, self.optimizers, self._world, guarded=self._options.guard)
             mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
             return (mode, mode.make_exchange()), None
         except InputError as error:
@@ -621,6 +618,12 @@ class Session:
             "operators": self._operators.report(),
         }
         return replace(report, step=mode.report(), arrivals=found.rows, messages=found.messages, **shared)
+
+    def arrival_figures(self) -> list[list[float]]:
+        """Return this rank's figures of each recorded step but the first; see `runtime.plan.last_ranks.rank_arrivals`,
+        which compares those of all ranks.
+        """
+        return self._monitor.arrivals.figures(self._recorder.steps)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.

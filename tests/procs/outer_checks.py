@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,14 @@ def started(
     model = model or Net()
     optimizer = make(model)
     return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0, **options)
+
+
+def resumed(plan: Plan, saved: Sequence[Any], model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
+    """A model that continues by a plan from the states of another one, its optimizer and its session."""
+    model, optimizer, session = started(plan, adamw, model)
+    for part, state in zip((model, optimizer, session), saved, strict=True):
+        part.load_state_dict(copy.deepcopy(state))
+    return model, optimizer, session
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, loss: Any = net_loss) -> None:
@@ -405,10 +413,7 @@ def resumed() -> dict[str, Any]:
             train(model, optimizer, range(at), loss)
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
             session.detach()
-            model, optimizer, session = started(plan, adamw, make())
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            session.load_state_dict(saved[2])
+            model, optimizer, session = resumed(plan, saved, make())
             train(model, optimizer, range(at, 15), loss)
             found[f"{name} at {at}"] = session.step == 15 and near(model.parameters(), straight.parameters(), 0.0)
             session.detach()
@@ -569,10 +574,7 @@ def switched_by_hand() -> dict[str, Any]:
     for name in ("straight", "resumed"):
         if ended:
             session.detach()
-            model, optimizer, session = started(plan)
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            session.load_state_dict(saved[2])
+            model, optimizer, session = resumed(plan, saved)
         train(model, optimizer, range(9, 18))
         assert isinstance(session._mode, Outer)
         found[f"{name}, behind two periods"] = session._mode._begun == 11
@@ -596,10 +598,7 @@ def guarded() -> dict[str, Any]:
             if step == resumed_at:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
                 session.detach()
-                model, optimizer, session = started(plan)
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                session.load_state_dict(saved[2])
+                model, optimizer, session = resumed(plan, saved)
             train(model, optimizer, range(step, step + 1))
             seen.append(session._mode.period.every if isinstance(session._mode, Outer) else 0)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -655,10 +654,7 @@ def ended_for_good() -> dict[str, Any]:
     expected = values_of(model, optimizer)
     session.detach()
     for name, following in (("the same plan", plan), ("an exact one", plan_of(None))):
-        model, optimizer, session = started(following)
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        session.load_state_dict(saved[2])
+        model, optimizer, session = resumed(following, saved)
         train(model, optimizer, range(20, 30))
         found[name] = session.step == 30 and near(values_of(model, optimizer), expected, 0.0)
         session.detach()

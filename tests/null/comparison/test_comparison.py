@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 from collections.abc import Sequence
@@ -12,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import cluster_document, profile_document, usual_document, usual_profile, write
+from builders import cluster_document, profile_document, run, usual_document, usual_profile, write
 from rich.console import Console
 from scipy.special import stdtrit
 
 from planner import optimize
-from planner.cli.app import main
 from planner.comparison.measure import LEAST_CLEAR_ROUNDS, Measured, Record, Runner
 from planner.comparison.picture import picture_text
 from planner.comparison.report import Row, comparison_table, failures, summarize
@@ -472,12 +470,9 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_anything_is_measured(
 )
 def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
     profile, plan = write(tmp_path / "profile.json", usual_document()), str(tmp_path / "plan.json")
-    with contextlib.suppress(SystemExit):
-        main(["optimize", profile, "-o", plan])
+    run("optimize", profile, "-o", plan)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "examples/digits.py:job", "--plan", plan, *options])
-    assert ended.value.code == 2
+    run("compare", "examples/digits.py:job", "--plan", plan, *options, code=2)
     assert words in capsys.readouterr().err
 
 
