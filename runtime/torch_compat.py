@@ -25,6 +25,8 @@ from torch.utils import _pytree
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
+from runtime.errors import InputError
+
 
 @contextlib.contextmanager
 def unprofiled() -> Iterator[None]:
@@ -41,7 +43,16 @@ def unprofiled() -> Iterator[None]:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Runs `callback` at the end of the backward pass that is running now, before `backward()` returns."""
+    """Run `callback` at the end of the backward pass that is running now, before `backward()` returns. Raises
+    InputError in compiled autograd, which does not do that.
+    """
+    from torch._dynamo import compiled_autograd
+
+    if compiled_autograd.in_compiled_autograd_region:
+        raise InputError(
+            "backward: found compiled autograd, at whose end no message is waited for; expected autograd itself: set "
+            "torch._dynamo.config.compiled_autograd = False, and enable it nowhere else"
+        )
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -61,10 +72,11 @@ def is_in_compiled_code() -> bool:
 
 def runs_without_python(module: torch.nn.Module) -> bool:
     """Return whether a program that torch has compiled, or a script, stands in for the module's forward."""
-    from torch._dynamo.eval_frame import OptimizedModule
+    return _is_compiled_itself(module) or isinstance(module, torch.jit.ScriptModule)
 
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or isinstance(module, OptimizedModule | torch.jit.ScriptModule)
+
+def _is_compiled_itself(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: bool = True) -> RemovableHandle:
@@ -126,21 +138,13 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether `torch.compile` or `module.compile()` has been called on the model or a part of it."""
-    return any(
-        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    return any(map(_is_compiled_itself, model.modules()))
 
 
 def compiled_parts(model: torch.nn.Module) -> list[str]:
     """Return the names of the parts of a model that are compiled by themselves, not with the whole of it."""
     whole = {id(model), id(getattr(model, "_orig_mod", model))}
-    return [
-        name
-        for name, module in model.named_modules()
-        if id(module) not in whole
-        and (isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None)
-    ]
+    return [name for name, module in model.named_modules() if id(module) not in whole and _is_compiled_itself(module)]
 
 
 def find_backend(backend: str | Callable[..., Any]) -> Callable[..., Any] | None:
@@ -226,9 +230,12 @@ def recompile(model: torch.nn.Module, compiled_by: Callable[[Any], Any]) -> Call
         return lambda: use(before)
     plain, call = model, model._compiled_call_impl
     plain._compiled_call_impl = compiled_by(plain._call_impl)
+    # Of its own modules (`nn.Sequential`) torch compiles the forward where they have a hook, alone.
+    hook = hook_before_forward(plain, ModuleHook(no_hook))
 
     def put_back() -> None:
         plain._compiled_call_impl = call
+        hook.remove()
 
     return put_back
 

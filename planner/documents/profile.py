@@ -470,10 +470,11 @@ class Cluster(Document):
     low_rank: Annotated[dict[RankName, LowRankLines], Field(min_length=1)] | None = None
     """Compute times by rank of the products."""
     push_pack: Line | None = None
-    """Compute time of a rank before a push, with a delay, over its bytes. Absent: nothing."""
+    """Compute time of a rank before a push, with a delay or outer steps, over its bytes. Absent: nothing."""
     local_update: Line | None = None
     pull_take: Line | None = None
-    """Compute time of a rank with weights that were pulled, with a delay, over the bytes of all. Absent: nothing."""
+    """Compute time of a rank with weights that were pulled, with a delay or outer steps, over the bytes of all. Absent:
+    nothing."""
     library: Literal["nccl"] | None = None
     """Library whose cost model holds if nothing was measured, on any number of nodes; it ranks before links."""
     nccl: Nccl | None = None

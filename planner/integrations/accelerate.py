@@ -35,7 +35,7 @@ WITH_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class PlannerAccelerator(Accelerator):  # type: ignore[misc]
-    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `compress`, `allow` and `timeout_s` as
+    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `compress`, `allow`, `timeout_s` and `compile` as
     `planner.attach` does.
 
     A `DistributedDataParallelKwargs` among `kwargs_handlers` counts as far as `planner.attach` has the like; what else

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.online.attach import PlannedSession, attach
+from runtime.core.options import CompileArgument
 from runtime.errors import EnvironmentFailure, InputError
 from runtime.optimizers.kinds import Optimizers
 from runtime.plan import Accuracy, Plan
@@ -97,6 +98,7 @@ class Options:
     timeout_s: float | None = None
     compress: str | None = None
     weight: Callable[[], float] | None = None
+    compile: CompileArgument | None = None
 
     @classmethod
     def taken_from(cls, keywords: dict[str, Any]) -> Self:
@@ -110,7 +112,7 @@ class Options:
         """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""
         session = attach(
             model, optimizer, self.plan, accuracy=self.accuracy, compress=self.compress, allow=self.allow,
-            timeout_s=self.timeout_s, loss_scale=loss_scale, weight=self.weight, **arguments,
+            timeout_s=self.timeout_s, loss_scale=loss_scale, weight=self.weight, compile=self.compile, **arguments,
         )  # fmt: skip
         model.no_sync = NoSync(session)  # type: ignore[assignment]
         return session

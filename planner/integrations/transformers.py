@@ -32,9 +32,9 @@ class PlannerMetrics(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class PlannerTrainer(Trainer):
-    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `compress`, `allow`, `timeout_s` and `weight` as
-    `planner.attach` does; `weight="tokens"` weighs ranks by `num_items_in_batch`, the tokens that a rank's loss is a
-    mean over.
+    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `compress`, `allow`, `timeout_s`, `compile` and
+    `weight` as `planner.attach` does; `weight="tokens"` weighs ranks by `num_items_in_batch`, the tokens that a rank's
+    loss is a mean over.
 
     With `average_tokens_across_devices`, Trainer's default, the loss is normalized over all ranks already, and a weight
     raises InputError.

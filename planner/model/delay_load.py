@@ -67,7 +67,7 @@ class StepWork:
             factors=tuple(problem.bucket_factors(members)),
             owner_us=problem.update_us / problem.ranks * load,
             local_update_us=problem.local_update_us if local_update_us is None else local_update_us,
-            take_us=_line_us(problem.cost.cluster.pull_take, problem.size_bytes.sum()),
+            take_us=known_us(problem.cost.cluster.pull_take, problem.size_bytes.sum()),
         )
         costs = problem.node_costs
         if costs is None:
@@ -117,8 +117,9 @@ def _pack_us(problem: Problem, bucket: Bucket) -> float:
     if not bucket.whole:
         return spending(problem, bucket).before_us / problem.ranks_per_worker
     size_bytes = problem.size_bytes[list(bucket.gradients)].sum()
-    return _line_us(problem.cost.cluster.push_pack, size_bytes / problem.ranks_per_worker)
+    return known_us(problem.cost.cluster.push_pack, size_bytes / problem.ranks_per_worker)
 
 
-def _line_us(line: Line | None, size_bytes: float) -> float:
+def known_us(line: Line | None, size_bytes: float) -> float:
+    """Return the time of a rank's own work on a number of bytes, in microseconds; 0 where it was not measured."""
     return 0.0 if line is None else line.at(float(size_bytes))

@@ -1,8 +1,9 @@
 """Work of outer steps on compute and network: local steps of a worker, and the round of each bucket between workers.
 
-Ranks as workers send nothing in local steps, and a dense round costs an all-reduce. Nodes as workers average gradients
-over their ranks in every step, each bucket by a reduce-scatter and an all-gather on intra-node links. In a round each
-rank sends its part of the node's message to the owners of that part, and all ranks gather what owners send back.
+Ranks as workers send nothing in local steps, and a dense round is both halves of an all-reduce. Nodes as workers
+average gradients over their ranks in every step, each bucket by a reduce-scatter and an all-gather on intra-node links.
+In a round each rank sends its part of the node's message to the owners of that part, and all ranks gather what owners
+send back.
 
 Approximated: rounds and averages inside of nodes do not slow each other; an owner decodes as many bytes as between
 ranks.
@@ -16,13 +17,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.halves import ALL_GATHER, NodeCosts
-from planner.cost.phases import Phase
+from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, NodeCosts
+from planner.cost.phases import Phase, measured_flat
 from planner.cost.wire import WireCost, wire_cost
 from planner.ir import Bucket, Codec, Places
 from planner.model.codecs import Message, Spending, Wire
 from planner.model.codecs.codec import prefix_sums
 from planner.model.codecs.wire_dtypes import spend_on
+from planner.model.delay_load import known_us
 from planner.model.problem import Problem, memoised
 from planner.model.spending import spending
 from planner.model.step import Exchange, exchange_step_us
@@ -62,16 +64,30 @@ def local_us(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> flo
 
 
 def round_of(problem: Problem, worker: Worker, bucket: Bucket) -> Spending:
-    """Return what the round of a bucket asks of the network and of compute."""
-    if costs_of_nodes(problem, worker) is None:
-        return spending(problem, bucket)
-    if isinstance(bucket.codec, Wire):
+    """Return the messages and the compute time of a bucket's round. Packing weights, the outer step of an owner's part
+    and mixing take as long as was measured for a delay.
+    """
+    sent, cluster = _sent(problem, worker, bucket), problem.cost.cluster
+    size_bytes = float(problem.size_bytes[list(bucket.gradients)].sum())
+    step_us = known_us(cluster.local_update, size_bytes / problem.ranks)
+    return Spending(
+        tuple(one._replace(time_us=one.time_us + step_us) for one in sent.messages[:1]) + sent.messages[1:],
+        sent.before_us + known_us(cluster.push_pack, size_bytes),
+        sent.after_us + known_us(cluster.pull_take, size_bytes),
+    )
+
+
+def _sent(problem: Problem, worker: Worker, bucket: Bucket) -> Spending:
+    between_nodes = costs_of_nodes(problem, worker) is not None
+    if between_nodes and isinstance(bucket.codec, Wire):
         return spend_on(_wire(problem, worker, bucket.codec.dtype), problem.elements(bucket))
     if not bucket.whole:
         return spending(problem, bucket)
     size_bytes = float(problem.size_bytes[list(bucket.gradients)].sum())
     phases = _phases(problem, worker)
     times_us = [problem.bucket_cost_us([bucket.gradients], phase.times_us)[0] for phase in phases]
+    if not between_nodes:
+        return Spending((Message("network", "all_reduce", size_bytes, sum(times_us)),))
     return Spending(
         tuple(
             Message("network", phase.name, phase.share * size_bytes, time_us)
@@ -92,10 +108,14 @@ def round_us(problem: Problem, worker: Worker, codec: Codec, starts: Places, sto
     return total_us
 
 
+@memoised
 def _phases(problem: Problem, worker: Worker) -> tuple[Phase, ...]:
-    """Return the messages of a dense round."""
+    """Return the messages of a dense round: between ranks the all-reduce, unless both of its halves were measured."""
     if (costs := costs_of_nodes(problem, worker)) is None:
-        return (Phase(name="all_reduce", link="inter", curve=problem.cost.all_reduce),)
+        halves = {name: measured_flat(problem.cost.cluster, name) for name in (REDUCE_SCATTER, ALL_GATHER)}
+        known = {name: curve for name, curve in halves.items() if curve is not None}
+        curves = known if len(known) == len(halves) else {"all_reduce": problem.cost.all_reduce}
+        return tuple(Phase(name=name, link="inter", curve=curve) for name, curve in curves.items())
     return costs.push, Phase(name=ALL_GATHER, link="inter", curve=problem.all_gather.curve)
 
 

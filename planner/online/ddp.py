@@ -73,7 +73,7 @@ def region_plans(model: nn.Module, parameters: Mapping[str, nn.Parameter], prese
     ends = [*(starts[block] for block in ordered[1:]), len(places)]
     blocks = [
         block
-        for block, end in zip(ordered, ends, strict=True)
+        for block, end in zip(ordered, ends, strict=False)  # none where there is no block
         if min(trained) < starts[block] and any(starts[block] <= place < end for place in trained)
     ]
     found: dict[int, Plan] = {}

@@ -65,7 +65,7 @@ def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator
     counts = sorted(count for count, ratio in predicted.items() if ratio <= 1.0 + off)
     best, tried = present, {present}
     fewest = min(counts, default=present)
-    if present >= MIN_BUCKET_RATIO * fewest:
+    if fewest != present and present >= MIN_BUCKET_RATIO * fewest:
         tried.add(fewest)
         if (yield fewest):
             best = fewest

@@ -52,9 +52,10 @@ def _redirect(model: nn.Module, here: weakref.ref[DirectForward], before: Any) -
     plain, bound = model.forward, isinstance(before, MethodType) and before.__self__ is model
     function = getattr(plain, "__func__", None)
 
-    # What is in __dict__ may say of a function that it is compiled.
+    # What is in __dict__ may say of a function that it is compiled. Code of another name than `forward` torch leaves as
+    # it is, also of its own modules.
     @functools.wraps(function or plain, updated=())
-    def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    def redirected(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         direct = here()
         if direct is not None and direct.redirects(self):
             direct.running += 1  # also where a script has taken all hooks off
@@ -66,9 +67,9 @@ def _redirect(model: nn.Module, here: weakref.ref[DirectForward], before: Any) -
             return type(self).forward(self, *arguments, **keywords)
         return before.__func__(self, *arguments, **keywords) if bound else before(*arguments, **keywords)
 
-    forward.__name__ = "forward"  # by which a method is saved
+    redirected.__name__ = "forward"  # by which a method is saved
     if function is None:  # and has no `self`
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         signature = inspect.signature(plain)
-        forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
-    return forward
+        redirected.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return redirected

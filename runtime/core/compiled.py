@@ -145,15 +145,16 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Return the modules at which graphs may be cut: the children of lists and sequences of modules, outside of each
-    other, in the order in which they are registered, which is usually that of forward.
+    """Return the modules at which graphs may be cut: the children of lists and sequences of modules, and of dicts with
+    numbers as keys, outside of each other, in the order in which they are registered, which is usually that of forward.
     """
     found: list[str] = []
     modules = modules_by_name(model)
     for name, module in modules.items():
         inside = any(f"{name}.".startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-            named = (f"{name}.{child}" if name else child for child, _ in module.named_children())
+        numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
+        if (numbered or isinstance(module, nn.ModuleList | nn.Sequential)) and not inside:
+            named = (canonical_name(f"{name}.{child}" if name else child) for child, _ in module.named_children())
             found += [block for block in named if any(True for _ in modules[block].parameters())]
     return found
 
@@ -250,7 +251,10 @@ class CompiledModel:
         """Return in how many regions the model is compiled, and what torch has given up to compile since."""
         form = self._form
         if form is None or form.backend.begun is None:
-            return f"compiled by {self._options.name}: no graph so far; torch compiles none of a bare nn.Sequential"
+            return (
+                f"compiled by {self._options.name}: no graph so far; where the model has no forward of its own, as a "
+                f"subclass of nn.Sequential, attach torch.compile(model)"
+            )
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
         if missing > 0:

@@ -51,7 +51,8 @@ class Anchor(Part):
 
     def flatten(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the tensors of the message's parameters, by name, as one vector. Shape (ranks · share,)."""
-        whole = torch.zeros(self.ranks * self.share, dtype=dtype, device=self.message.flat.device)
+        whole = torch.empty(self.ranks * self.share, dtype=dtype, device=self.message.flat.device)
+        whole[self.numel :] = 0.0
         for name, view in self.views(whole).items():
             view.copy_(tensors[name])
         return whole

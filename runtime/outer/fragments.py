@@ -20,7 +20,7 @@ from runtime.core.usage import UsageFlags
 from runtime.errors import CommunicationError
 from runtime.modes.base import Host
 from runtime.outer.period import Period
-from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, mix_into
+from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, floating, mix_into
 from runtime.plan import Plan
 from runtime.sparse.layout import make_buckets, make_lossy
 from runtime.sparse.residuals import ErrorFeedbackState, State
@@ -170,10 +170,12 @@ class Fragments:
             self._launch_due(fragment, local)
 
     def _launch_due(self, fragment: Fragment, local: int) -> None:
-        if self._is_due(fragment, local):
-            fragment.launch(local)
-            if fragment is self._fragments[-1]:
-                self._buffers.launch(self._host.synced_buffers(), self._period.report)
+        if not self._is_due(fragment, local):
+            return
+        fragment.launch(local)
+        buffers = self._host.synced_buffers()
+        if fragment is self._fragments[-1] and (self._period.guarded or floating(buffers)):
+            self._buffers.launch(buffers, self._period.report)
 
     def _is_due(self, fragment: Fragment, local: int) -> bool:
         # One in flight where H has been halved misses a turn.
@@ -195,7 +197,7 @@ class Fragments:
         fragment.launched = None
         for one in fragment.rounds:
             anchors = one.weights()
-            self._period.distances.add(self._parameters, anchors)
+            self._period.add(self._parameters, anchors)
             for name, anchor in anchors.items():
                 mix_into(self._parameters[name], anchor, self._spec.mix)
         if fragment is not self._fragments[-1]:

@@ -142,11 +142,10 @@ class Outer(Mode, StepHooks):
         if step <= self._done or self._ended:
             return
         self._done = step
-        lr = sum(float(group["lr"]) for optimizer in self.host.optimizers for group in optimizer.param_groups)
-        self.period.step(lr)
+        self.period.step(self.host.optimizers)
         if self.fragments is None:
             left = self._warmup_steps - step
-            self.period.distances.see_warmup(self._parameters, lr, left=left, steps=self.period.every)
+            self.period.see_warmup(self._parameters, left)
             if left <= 0:
                 self._begin(step)
             return

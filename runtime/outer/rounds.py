@@ -168,6 +168,8 @@ class CompressedRound:
             self._others = [slice(rank * shots.share, (rank + 1) * shots.share) for rank in others]
         self._copies = lossy.packed.copies if isinstance(lossy.packed, Packed | Factored) else 1
         """Number of ranks that have the same message, of which its sums have one."""
+        self._views = anchor.views(anchor.weights)
+        """The anchor by parameter."""
         self._feedback = ErrorFeedbackState([bucket], {bucket.index: lossy})
         self._hold(held=False)
 
@@ -187,18 +189,15 @@ class CompressedRound:
     def launch(self) -> None:
         """Send the bucket; see `BucketRound.launch`."""
         self._sent = CommTiming()
-        (anchor,) = self.anchors
         self._hold(held=True)
-        for name, place in anchor.views(anchor.weights).items():
-            apart = place - self._parameters[name].detach().to(place.dtype)
-            self._places[name].copy_(apart.div_(self._workers))
+        for slot in self._bucket.slots:
+            place, to = self._views[slot.name], slot.view
+            # In place where nothing is rounded in between: memory as large as a fragment costs more than arithmetic.
+            apart = torch.sub(place, self._parameters[slot.name], out=to if to.dtype == place.dtype else None)
+            to.copy_(apart.div_(self._workers))
         self._leave_to_others(self._message.flat)
         self._feedback.begin()
         self._communicator.launch(self._bucket.payload, self._sent, partial(self._feedback.add_to, self._bucket))
-
-    @property
-    def _places(self) -> dict[str, Tensor]:
-        return {slot.name: slot.view for slot in self._bucket.slots}
 
     def complete(self) -> None:
         """Block until it has come; see `BucketRound.complete`."""
@@ -206,7 +205,9 @@ class CompressedRound:
             return  # it has been completed
         self._feedback.settle(lambda _: self._communicator.wait(self._sent))
         (anchor,) = self.anchors
-        received = self._message.flat[: anchor.numel].to(anchor.weights.dtype).mul_(self._copies)
+        received = self._message.flat[: anchor.numel].to(anchor.weights.dtype)
+        if self._copies > 1:
+            received.mul_(self._copies)
         if self._moves:
             anchor.weights.sub_(received)
         else:
@@ -215,8 +216,7 @@ class CompressedRound:
 
     def weights(self, *, keep: bool = False) -> dict[str, Tensor]:
         """Return the anchor; see `BucketRound.weights`."""
-        (anchor,) = self.anchors
-        return anchor.views(anchor.weights)
+        return self._views
 
     def residuals(self) -> dict[str, Any]:
         return self._feedback.state()
@@ -287,4 +287,4 @@ def floating(buffers: Sequence[Tensor]) -> list[Tensor]:
 def mix_into(weights: Tensor, anchor: Tensor, mix: float) -> None:
     """Make `weights` mix · weights + (1 − mix) · anchor, in place and in the anchor's dtype."""
     own = weights.detach()
-    own.copy_(anchor if mix == 0.0 else own.to(anchor.dtype).mul(mix).add_(anchor, alpha=1.0 - mix))
+    own.copy_(anchor if mix == 0.0 else own.to(anchor.dtype).mul_(mix).add_(anchor, alpha=1.0 - mix))

@@ -89,16 +89,28 @@ def bert_with_idle_pooler() -> TrainingJob:
     return TrainingJob(model=model, loss=loss, batch=masked_tokens, optimizer=_adamw)
 
 
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """The loss of a language model of transformers."""
+    return own_loss(model, {"input_ids": batch, "labels": batch})
+
+
 def gpt2() -> TrainingJob:
     """GPT-2 that guesses the next token; tied embeddings, dropout, weights stored transposed (Conv1D)."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
+    model = transformers.GPT2LMHeadModel(config)
+    return TrainingJob(model=model, loss=next_token_loss, batch=tokens, optimizer=_adamw)
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return own_loss(model, {"input_ids": batch, "labels": batch})
 
-    return TrainingJob(model=transformers.GPT2LMHeadModel(config), loss=loss, batch=tokens, optimizer=_adamw)
+def llama() -> TrainingJob:
+    """Llama: rotary positions, norms without a mean, gated layers."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    return TrainingJob(model=model, loss=next_token_loss, batch=tokens, optimizer=_adamw)
 
 
 def vit() -> TrainingJob:
@@ -114,6 +126,15 @@ def vit() -> TrainingJob:
         num_labels=CLASSES,
     )
     model = transformers.ViTForImageClassification(config)
+    return TrainingJob(model=model, loss=own_loss, batch=images, optimizer=_adamw)
+
+
+def resnet() -> TrainingJob:
+    """ResNet with bottlenecks and batch norms."""
+    config = transformers.ResNetConfig(
+        num_channels=1, num_labels=CLASSES, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1]
+    )
+    model = transformers.ResNetForImageClassification(config)
     return TrainingJob(model=model, loss=own_loss, batch=images, optimizer=_adamw)
 
 

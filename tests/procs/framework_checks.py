@@ -111,20 +111,25 @@ def trainer_runs(folder: Path) -> dict[str, bool]:
 
 
 def compiled_again(folder: Path) -> bool:
-    """The HF Trainer trains a model that it has compiled, and trains it again."""
+    """The HF Trainer trains a model that it has compiled, and trains it again; with `compile=` in regions."""
     items = [{"x": x, "y": y} for x, y in rows()]
     ends = []
-    for kind in (Trainer, PlannerTrainer):
+    ways: list[tuple[type[Trainer], dict[str, Any]]] = [
+        (Trainer, {}), (PlannerTrainer, {}), (PlannerTrainer, {"compile": "eager"})
+    ]  # fmt: skip
+    for kind, options in ways:
         model = Loss()
         arguments = TrainingArguments(
             output_dir=str(folder), use_cpu=True, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
             report_to=[], seed=0, disable_tqdm=True, torch_compile=True, torch_compile_backend="eager",
         )  # fmt: skip
-        trainer = kind(model=model, args=arguments, train_dataset=items)
+        trainer = kind(model=model, args=arguments, train_dataset=items, **options)
         trainer.train()
         trainer.train()
         ends.append(weights(model))
-    return same(*ends)
+        if options and "compiled by eager in" not in str(trainer.accelerator.sessions[-1].report()):
+            return False
+    return same(ends[0], ends[1]) and same(ends[0], ends[2])
 
 
 class TokenLoss(nn.Module):

@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,8 +27,9 @@ import runtime
 from runtime.comm.collectives.direct import Narrowed
 from runtime.errors import CommunicationError, InputError
 from runtime.modes import distance_guard
+from runtime.modes.distance_guard import NO_DISTANCE
 from runtime.outer.local_steps import Outer
-from runtime.outer.rounds import CompressedRound
+from runtime.outer.rounds import BufferRound, CompressedRound
 from runtime.plan import CompressorSpec, ModelReference, OuterOptimizer, OuterSpec, Plan, PlanBucket, PlanWorld
 from runtime.session.session import Session
 from runtime.sparse.compressors import wire
@@ -87,11 +89,13 @@ def single_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def started(plan: Plan, make: Make = adamw, model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
+def started(
+    plan: Plan, make: Make = adamw, model: nn.Module | None = None, **options: Any
+) -> tuple[nn.Module, Any, Session]:  # fmt: skip
     """A model that trains by a plan."""
     model = model or Net()
     optimizer = make(model)
-    return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0)
+    return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0, **options)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, loss: Any = net_loss) -> None:
@@ -577,6 +581,26 @@ def guarded() -> dict[str, Any]:
     return found
 
 
+def unguarded() -> dict[str, Any]:
+    """Without the guard nothing is measured or sent behind a round, and training is the same."""
+    (weights, report, sent), (others, none, unsent) = (watched(guard=guard) for guard in (True, False))
+    return {
+        "same weights": near(others, weights, 0.0), "measured": report != NO_DISTANCE and sent > 0,
+        "not measured": none == NO_DISTANCE and unsent == 0,
+    }  # fmt: skip
+
+
+def watched(*, guard: bool) -> tuple[list[Tensor], Any, int]:
+    """Weights, the last distance, and how often it was sent."""
+    model, optimizer, session = started(plan_of(STREAMING), guard=guard)
+    with patch.object(BufferRound, "launch", autospec=True, side_effect=BufferRound.launch) as sent:
+        train(model, optimizer, range(15))
+    assert isinstance(session._mode, Outer)
+    report = session._mode.period.report
+    session.detach()
+    return [parameter.detach() for parameter in model.parameters()], report, sent.call_count
+
+
 def ended_for_good() -> dict[str, Any]:
     """What the guard has ended stays synchronous where it resumes, with the same plan and with an exact one."""
     found: dict[str, Any] = {}
@@ -604,13 +628,28 @@ def ended_for_good() -> dict[str, Any]:
     return found
 
 
-def loses_a_worker() -> None:
-    """The second worker is killed between rounds."""
-    model, optimizer, _ = started(plan_of(replace(STREAMING, warmup_steps=0)))
+def loses_a_worker(folder: Path) -> None:
+    """The second worker is killed between rounds, behind a checkpoint of all."""
+    model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
     for step in range(20):
         train(model, optimizer, range(step, step + 1))
+        if step == 3:
+            torch.save(session.state_dict(), folder / f"{dist.get_rank()}.pt")
+            dist.barrier()
         if step == 4 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def continues_without_it(folder: Path, before: int) -> dict[str, Any]:
+    """Fewer workers continue from the checkpoint of all that there were."""
+    model, optimizer, session = started(plan_of(replace(STREAMING, warmup_steps=0)))
+    session.load_state_dict([torch.load(folder / f"{rank}.pt") for rank in range(before)])
+    train(model, optimizer, range(4, 10))
+    found = {"steps": session.step == 10, "local": session._mode.own_weights}
+    session.switch(plan_of(None))
+    found["alike"] = same_everywhere(list(model.parameters()))
+    session.detach()
+    return found
 
 
 def same_everywhere(tensors: list[Tensor]) -> bool:
@@ -731,6 +770,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         other_layouts,
         leaves_between_gradient_and_step,
         guarded,
+        unguarded,
         ended_for_good,
         habits,
         left_out,

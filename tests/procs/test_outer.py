@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import outer_checks
@@ -45,7 +46,9 @@ def test_memory_of_four_workers_and_two_nodes() -> None:
         assert wrong(results) == {}, rank
 
 
-def test_a_lost_worker_ends_the_run() -> None:
+def test_a_lost_worker_ends_the_run_which_fewer_resume(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL") as caught:
-        run_ranks(LocalWorld(ranks=2), outer_checks.loses_a_worker)
+        run_ranks(LocalWorld(ranks=3), outer_checks.loses_a_worker, tmp_path)
     assert caught.value.exit_code == 3
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), outer_checks.continues_without_it, tmp_path, 3)):
+        assert wrong(results) == {}, rank

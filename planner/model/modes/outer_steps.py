@@ -5,8 +5,9 @@ fragment is due its buckets are encoded, if they are compressed, and sent one af
 worker waits for them, and decodes them. Weights of a dense bucket are scattered to their owners, and anchors gathered.
 Sources: DiLoCo (Douillard et al., arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512).
 
-Approximated: copying weights into messages, the outer step and mixing take no time; messages slow computation, and are
-slowed, as the all-reduce of the bucket is during backward; the warm-up does not count.
+Approximated: packing weights, the outer step and mixing take as long as with a delay, or where that was not measured no
+time, and what workers report to each other takes none; messages slow computation, and are slowed, as the all-reduce of
+the bucket is during backward; the warm-up does not count.
 """
 
 from __future__ import annotations
@@ -240,7 +241,8 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 
 def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    return ["outer step and mixing free; rounds cost as all-reduces, or between nodes as both halves of one"], False
+    free = "" if problem.cost.cluster.pull_take else "packing, outer step and mixing free (no `pull_take` given); "
+    return [f"{free}rounds cost as all-reduces, or as both halves of one where these are known"], False
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:

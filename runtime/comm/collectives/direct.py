@@ -104,11 +104,11 @@ class Narrowed:
         self.received = self.received[: len(self.peers)].clone()
 
     def hold(self, *, held: bool) -> None:
-        """Allocate the rows, zeros, or free them until a step that is far off."""
+        """Allocate the rows, those that are sent as zeros, or free them until a step that is far off."""
         for rows in (self.rows, self.received, self.gathered, self.own):
             rows.untyped_storage().resize_(rows.numel() if held else 0)
-            if held:
-                rows.zero_()
+        for rows in (self.rows, self.own) if held else ():
+            rows.zero_()
 
     def narrow(self) -> Tensor:
         """Encode the sum of the received rows, between the two phases, and return it (1-D)."""

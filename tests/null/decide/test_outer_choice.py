@@ -77,6 +77,31 @@ def test_fragments_hide_as_much_as_any(seed: int) -> None:
     assert shortest_us * (1.0 - 1e-9) <= found_us <= shortest_us * (1.0 + diloco.NEAR_SHORTEST)
 
 
+def test_own_work_counts_where_it_was_measured() -> None:
+    """Packing and taking as compute, an owner's part of the outer step between its messages; a second bucket is packed
+    while the first one is sent.
+    """
+    known = {"push_pack": (1.0, 1e-6), "local_update": (2.0, 4e-6), "pull_take": (3.0, 2e-6)}
+    lines = {name: {"alpha_us": alpha, "beta_us_per_byte": beta} for name, (alpha, beta) in known.items()}
+    step, free = make(document(), cluster_document((ALPHA_US, BETA), nodes=4, **lines)), problem()
+    for stops in ((4,), (2, 4)):
+        whole = diloco.schedule_of((4,), 8, 0, inside=stops)
+        packed_us = 1.0 + 1e-6 * stops[0] * 1_600_000
+        own_us = packed_us + len(stops) * (2.0 + 3.0) + (4e-6 / 4 + 2e-6) * 4 * 1_600_000
+        assert step_us(step, whole) == pytest.approx(step_us(free, whole) + own_us / 8)
+    assert "free" in outer_steps.assumptions(free)[0][0]
+    assert "free" not in outer_steps.assumptions(step)[0][0]
+
+
+def test_a_dense_round_costs_its_halves_where_both_are_known() -> None:
+    made = cluster_document((ALPHA_US, BETA), nodes=4)
+    for name, beta in (("reduce_scatter", 4e-4), ("all_gather", 3e-4)):
+        made["collectives"][name] = {"alpha_us": 40.0, "beta_us_per_byte": beta}
+        step = make(document(), made)
+        [round_us] = step.bucket_cost_us([range(4)]) if beta == 4e-4 else [80.0 + 7e-4 * 4 * 1_600_000]
+        assert step_us(step, make_schedule(step, "diloco:8")) == pytest.approx(COMPUTE_US + round_us / 8)
+
+
 def test_fragments_are_layers() -> None:
     layers = [f"layer{index // 3}" for index in range(12)]
     profile = profile_document([(400_000, 40.0)] * 12, forward_us=100.0, layers=layers)
@@ -170,8 +195,11 @@ def test_without_being_allowed_there_are_none() -> None:
 
 
 def test_fast_links_stay_synchronous() -> None:
-    plan = optimize(Profile.parse(document(1e-9), "p"), accuracy="relaxed", allow="outer", compress="none")
-    assert plan.outer is None
+    for cluster in (document(1e-9)["cluster"], cluster_document((1.0, 1e-9), nodes=4)):
+        made = Profile.parse(document() | {"cluster": cluster}, "p")
+        plan = optimize(made, accuracy="relaxed", allow="outer", compress="none")
+        assert plan.outer is None
+    assert any("nothing to gain, stay synchronous" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("largest", [1, 8])

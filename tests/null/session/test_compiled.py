@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import runtime
 from planner.documents.profile import ComputeProfile, Gradient
 from planner.model.regions import find_breaks, find_cuts
 from planner.online.ddp import ddp_plan
@@ -25,32 +26,40 @@ from planner.profile.request import CUTS, Phase, Phases
 from runtime.comm.world import World
 from runtime.core.compiled import CompiledModel, CompileOptions, blocks_of, default_cuts
 from runtime.errors import InputError
-from runtime.plan import ModelReference, PlanWorld
-
-
-class Stack(nn.Sequential):
-    """Torch compiles nothing of `nn.Sequential` itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 4) → (batch, 4)."""
-        for layer in self:
-            x = layer(x)
-        return x
+from runtime.plan import ModelReference, Plan, PlanWorld
 
 
 def stack(layers: int) -> nn.Sequential:
     """Equal linear layers."""
-    return Stack(*(nn.Linear(4, 4) for _ in range(layers)))
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def plan_of(trained: dict[str, nn.Parameter], ranks: int = 2) -> Plan:
+    """DDP's buckets."""
+    return ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=ranks))
+
+
+def counted() -> tuple[list[object], dict[str, Any]]:
+    """The graphs that were compiled so far, and `compile=` of `attach` for it."""
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, {"backend": count}
 
 
 def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() -> None:
     model = nn.ModuleDict({
         "stem": nn.Linear(2, 2),
         "blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)),
+        "layers": nn.ModuleDict({str(layer): nn.Linear(2, 2) for layer in range(2)}),
         "head": nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
     })  # fmt: skip
-    assert blocks_of(model) == ["blocks.0", "blocks.1", "head.1"]
+    assert blocks_of(model) == ["blocks.0", "blocks.1", "layers.0", "layers.1", "head.1"]
     assert blocks_of(nn.Linear(2, 2)) == []
+    assert blocks_of(torch.compile(stack(2))) == ["0", "1"]  # type: ignore[arg-type]
 
 
 def test_default_cuts_follow_the_bucket_sizes_of_ddp() -> None:
@@ -113,13 +122,8 @@ def test_cuts_are_measured_within_their_share(step_us: float | None, fewest: int
 
 
 def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() -> None:
-    model, graphs = stack(4), list[object]()
-
-    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = CompiledModel(model, {"backend": count})
+    model, (graphs, given) = stack(4), counted()
+    compiled = CompiledModel(model, given)
     with torch._dynamo.config.patch(recompile_limit=2):
         for cuts in ((), ("1",), ("2",), ("1", "2")):
             compiled.cut(cuts)
@@ -145,6 +149,23 @@ def test_regions_are_counted_where_graphs_are_split() -> None:
     model(torch.ones(2, 4))
     assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
     compiled.remove()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what it traces
+def test_a_session_has_the_graphs_of_models_without_one() -> None:
+    model, (graphs, given) = stack(3), counted()
+    plan = replace(plan_of(dict(model.named_parameters()), ranks=1), cuts=("1",))
+    compiled = CompiledModel(model, given)
+    compiled.cut(("1",))
+    model(torch.ones(2, 4))
+    compiled.remove()
+    for _ in range(2):
+        session = runtime.attach(model, None, plan, compile=given)
+        model(torch.ones(2, 4)).sum().backward()
+        assert "in 2 regions" in str(session.report())
+        session.detach()
+        assert not model._forward_pre_hooks
+    assert len(graphs) == 2
 
 
 WRONG: dict[str, Any] = {
@@ -174,10 +195,15 @@ def test_wrong_arguments_of_compile_are_refused(words: str, given: Any) -> None:
 def test_cuts_are_tried_where_they_divide_gradients_also_as_many_as_there_are_elsewhere() -> None:
     model = stack(6)
     trained = {name: one for name, one in model.named_parameters() if name[0] in "35"}
-    plan = replace(ddp_plan(trained, list(trained)[::-1], ModelReference(name="m"), PlanWorld(ranks=2)), cuts=("1",))
-    run = SimpleNamespace(session=SimpleNamespace(model=model, _parameters=trained), present=plan)
+    run = SimpleNamespace(
+        session=SimpleNamespace(model=model, _parameters=trained), present=replace(plan_of(trained), cuts=("1",))
+    )
     trials = Trials(run, None)  # type: ignore[arg-type]
     with patch.object(trials, "_climb", return_value=()) as climbed:
         assert list(trials.try_cuts()) == []
     plans, counts, _ = climbed.call_args.args
     assert ([one.cuts for one in plans.values()], next(counts)) == ([(), ("5",)], 1)
+    model = nn.Linear(4, 4)
+    trained = dict(model.named_parameters())
+    run.session, run.present = SimpleNamespace(model=model, _parameters=trained), plan_of(trained)
+    assert list(Trials(run, None).try_cuts()) == []  # type: ignore[arg-type]
