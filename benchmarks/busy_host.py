@@ -136,4 +136,5 @@ def measure(minutes: float) -> dict[str, Any]:
         "shares": ranks[0].plan.shares, "ratio": ratio.value, "ci95": (ratio.low, ratio.high), "rounds": ratio.rounds,
         "steps_us": {name: row.median_us for name, row in rows.items()}, "predicted_us": rows[PLAN].predicted_us,
         "losses": (shared[0], shared[-1]), "apart": apart, "order": order,
+        "buckets": [one.gradients for one in ranks[0].plan.buckets],
     }  # fmt: skip
