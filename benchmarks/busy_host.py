@@ -115,8 +115,10 @@ def on_rank(cores: Sequence[int], rounds_s: float) -> Seen:
         lineup = replace(make_lineup(plan, None, (), hooks=()), caps=())
         rounds = Rounds(count=MOST_ROUNDS, steps=STEPS, end_s=time.time() + rounds_s)
         measured = compare_rank(SPEC, lineup, rounds, "cpu", False)
-        equal = replace(plan, shares=dict.fromkeys(plan.shares or {}, BATCH))
-        losses = tuple(train_rank(EXACT, one, Course(LOSS_STEPS), "cpu", False).losses for one in (plan, equal))
+        buckets = tuple(replace(bucket, size_bytes=None) for bucket in plan.buckets)
+        doubled = replace(plan, model=replace(plan.model, fingerprint=None), buckets=buckets)
+        equal = replace(doubled, shares=dict.fromkeys(plan.shares or {}, BATCH))
+        losses = tuple(train_rank(EXACT, one, Course(LOSS_STEPS), "cpu", False).losses for one in (doubled, equal))
     return Seen(plan, measured, losses)
 
 

@@ -434,12 +434,7 @@ class Exchange:
 def _weigh(exchange: weakref.ref[Exchange], slot: Slot, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
     """Weigh a gradient before autograd adds it to `.grad`."""
     here = exchange()
-    if here is None or gradients[0] is None:
-        return None
-    weights = here.launcher.rank_weights
-    if weights is not None and weights.factor == 1.0 and slot.parameter.grad is None:
-        return None  # as most gradients of ranks with equal weights, of which each costs a call
-    return here.weighed(slot, gradients[0])
+    return None if here is None or gradients[0] is None else here.weighed(slot, gradients[0])
 
 
 def _gradient_ready(
