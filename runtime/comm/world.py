@@ -458,6 +458,8 @@ class RankInfo:
     at_step: int = 0
     local_async: str = "null"
     """Local updaters of the plan, as text."""
+    compile: str | None = None
+    """Arguments of `torch.compile` that the model is compiled with, as text."""
     where: NodeInfo | None = None
     followed: str = ""
     """Fingerprint of the parameters and buffers that follow rank 0 at attach."""
@@ -491,6 +493,7 @@ def agree(world: World, mine: RankInfo) -> list[RankInfo]:
         ),
         ("parameters", "orders of parameters", "give every rank the same plan.json"),
         ("device", "kinds of device", "use one kind of device"),
+        ("compile", "arguments of compile=", "pass the same on every rank"),
         ("step", "numbers of steps done", "call switch between the same two steps on every rank"),
         ("at_step", "steps to change plans at", "give every rank the same at_step"),
     ):

@@ -210,8 +210,8 @@ class Session:
         self._monitor.begin(self._mode, self._exchange)
         self._mode.begin(self._exchange)
         if self._compiled is not None:
-            self._compiled.cut(plan.cuts)
             self._handles.append(self._compiled)
+            self._cut(self._compiled, plan)
         attached.add(model)
 
     @property
@@ -310,8 +310,13 @@ class Session:
         self._shares.plan_changed(mode.plan)
         self._put(exchange)
         if self._compiled is not None:
-            self._compiled.cut(mode.plan.cuts)
+            self._cut(self._compiled, mode.plan)
         mode.begin(exchange)
+
+    def _cut(self, compiled: CompiledModel, plan: Plan) -> None:
+        """Compile the model in the plan's regions: what `torch.compile` has made of it gets another `forward`."""
+        compiled.cut(plan.cuts)
+        self._backward.calls.install()
 
     def _put(self, exchange: Exchange) -> None:
         """Replace the active exchange between two steps; all ranks call this."""

@@ -147,6 +147,6 @@ def test_what_cuts_would_win_is_said_in_every_form(command: Callable[..., Outcom
     (tmp_path / "one").mkdir()
     for rank, document in enumerate(make_traces(Job(compiled=True))):
         write_trace(tmp_path / "one" / f"rank{rank}.json.gz", document)
-    for asked in (("import", "one", "-o", "p.json"), ("explain", "one")):
+    for asked in (("import", "one", "-o", "p.json"), ("explain", "one"), ("optimize", "p.json", "-o", "plan.json")):
         for form in ((), ("--json",)):
             assert "with one graph" in command(*asked, *form)[1]
