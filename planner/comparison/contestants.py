@@ -49,13 +49,13 @@ class Learn:
         """Raise InputError for numbers that nothing can be learnt with."""
         if not (isinstance(self.steps, int) and LEAST_STEPS <= self.steps <= MAX_STEPS):
             raise InputError(
-                f"--learn: found {self.steps!r} steps, expected at least {LEAST_STEPS} and at most {MAX_STEPS}: the last "
-                f"tenth of them counts; correct it"
+                f"--learn: found {self.steps!r} steps, expected at least {LEAST_STEPS} and at most {MAX_STEPS}: the "
+                f"last tenth of them counts; correct it"
             )
         if not (isinstance(self.seeds, int) and 1 <= self.seeds <= MAX_SEEDS):
             raise InputError(
-                f"--seeds: found {self.seeds!r}, expected at least 1 and at most {MAX_SEEDS}; an interval takes at least "
-                f"2: correct it"
+                f"--seeds: found {self.seeds!r}, expected at least 1 and at most {MAX_SEEDS}; an interval takes at "
+                f"least 2: correct it"
             )
         if not (isinstance(self.margin_percent, int | float) and 0.0 < self.margin_percent < 100.0):
             raise InputError(

@@ -152,7 +152,7 @@ def summarize_learned(
     first = ranks[0]
     plans = {record.variant.name: record.variant.plan for record in first.records}
     exact = {name: 0 if plan is None else plan.first_steps for name, plan in plans.items()}
-    rows = [_row(name, losses, metrics, step_us, learn, spread, exact[name]) for name in losses if name in step_us]
+    rows = [_row(name, losses, metrics, step_us, learn, exact[name]) for name in losses if name in step_us]
     lines = [sentence(row, learn) for row in rows if row.name not in (DDP, DDP_AGAIN)]
     if spread > learn.margin:
         by_metric = any(row.judged_by == "metric" for row in rows)
@@ -299,9 +299,9 @@ def _metrics(ranks: Sequence[LearnedRank]) -> dict[str, list[float]]:
 
 def _row(
     name: str, losses: Mapping[str, NDArray[np.float64]], metrics: Mapping[str, list[float]],
-    step_us: Mapping[str, Interval], learn: Learn, spread: float, exact_steps: int,
+    step_us: Mapping[str, Interval], learn: Learn, exact_steps: int,
 ) -> LearnedRow:  # fmt: skip
-    mine, ddp = losses[name], losses[DDP]
+    mine, ddp, spread = losses[name], losses[DDP], _spread(losses)
     differences = _against(mine, ddp)
     ci95, verdict = ((0.0, 0.0), "as ddp") if name == DDP else judge(differences, learn.margin)
     reached, of_ddp = _steps_to_ddp(mine, ddp), _steps_to_ddp(ddp, ddp)

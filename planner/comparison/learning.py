@@ -121,7 +121,7 @@ class Contestant:
 
 
 def check_compresses(variant: BucketVariant, session: Session | None) -> None:
-    """Raise PlanMismatch, on all ranks alike, where ranks on one node leave the plan's compression between nodes out."""
+    """Raise PlanMismatch, on all ranks alike, where ranks on one node leave out compression between nodes."""
     plan = variant.plan
     if session is None or plan is None:
         return
@@ -178,8 +178,8 @@ class LearningRunner(Runner[BucketVariant]):
             raise InputError(found)
         if all(constant for _, constant in seen):
             raise InputError(
-                f"{self._source.name}: found the same loss, {losses[0] or 0.0:.6g}, in all {self._learn.steps} steps with "
-                f"DDP, expected one that training changes; correct the job's loss, optimizer or batches"
+                f"{self._source.name}: found the same loss, {losses[0] or 0.0:.6g}, in all {self._learn.steps} steps "
+                f"with DDP, expected one that training changes; correct the job's loss, optimizer or batches"
             )
         if over:
             record.step_us.append(counted_us(record.variant, contestant.times_us, contestant.begun))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from planner.ir import Schedule
 from planner.model.codecs import codec_of
 from planner.model.delay import StepSpan
@@ -82,12 +84,12 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
     )
 
 
-def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int]:
+def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, Any]:
     """Return the contents of a message of several buckets; nothing of others, whose bucket has them."""
     if not isinstance(span, WindowSpan) or not span.buckets:
         return {}
     members = [gradient for bucket in span.buckets for gradient in schedule.buckets[bucket].gradients]
-    known = {"gradients": len(members), "size_bytes": int(problem.size_bytes[members].sum())}
+    known: dict[str, Any] = {"gradients": len(members), "size_bytes": int(problem.size_bytes[members].sum())}
     return known | ({"first_gradient": min(members)} if max(members) - min(members) < len(members) else {})
 
 

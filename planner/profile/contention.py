@@ -35,10 +35,11 @@ LEAST_ROUNDS = (3, 2, 1)
 a single size."""
 PROBING = 0.25
 """Share of the budget for finding out how long messages take."""
-STEPS_PER_SIZE = 2.5
-"""Time of a size in a round, in steps: messages alone, then a step that they slow down."""
-SHARE = 0.8
-"""Part of backward that the messages are meant to fill if nothing slows them."""
+STEPS_PER_SIZE = 3.5
+"""Time of a size in a round, in steps: messages alone, then a step that they slow down, and its last messages."""
+SHARE = 2.0
+"""Time of the messages if nothing slows them, over backward's, so that they usually outlast it: of what is left of it
+behind the last message, a short part would say how much was done before."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
 KINDS = {ALL_REDUCE: LIBRARY, ALL_GATHER: FLAT}

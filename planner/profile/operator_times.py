@@ -9,7 +9,7 @@ as each rank has of a shape, where operators take it, with equal bits.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
         runs = [partial(operator.compute, matrix, group) for operator, matrix, group in firsts]
         results = [run() for run in runs]
         stacks = _stacks(firsts, [max(map(len, of.values())) for of in forms.values()], bench.world)
-        all_runs = [*runs, *begins, *(run for run, _ in stacks.values())]
+        all_runs: list[Callable[[], object]] = [*runs, *begins, *(run for run, _ in stacks.values())]
         times_us = median_of_slowest(bench.times_us(all_runs, REPEATS, "operators of matrices", WARM_UPS)).tolist()
     stacked_us = {
         place: round(max(0.0, time_us - times_us[place]) / (count - 1), 3)

@@ -257,7 +257,7 @@ class SharedOperator:
         return [found[p] for p in own]
 
     def _given(self, members: Iterable[Tensor], groups: Groups) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
-        """Return what the step gives to its operator: copies of matrices, whose memory it may use again, and options."""
+        """Return what the step gives to its operator: copies of matrices, whose memory it uses again, and options."""
         options = list[Mapping[str, Any]]()
 
         def keep(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -291,8 +291,8 @@ def normal(script: Script) -> Script:
     if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers
         actions = [replace(a, arguments=("eval",)) if a.arguments == ("no_grad",) else a for a in actions]
         actions = [a for a in actions if a.name not in ("buffers", "fail")]  # after which ranks have their own, too
-    if script.kind == "outer":  # where one rank's backward raises, it is a step of the others alone
-        actions = [a for a in actions if a.arguments != ("alone",)]
+    # With outer steps, where one rank's backward raises, it is a step of the others alone.
+    actions = [a for a in actions if script.kind != "outer" or a.arguments != ("alone",)]
     if script.kind == "delayed" and "clip" in habits:  # by a norm that is each rank's own
         features = [feature for feature in features if feature != "expert"]
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes

@@ -98,7 +98,7 @@ def started(
     return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0, **options)
 
 
-def resumed(plan: Plan, saved: Sequence[Any], model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
+def restarted(plan: Plan, saved: Sequence[Any], model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
     """A model that continues by a plan from the states of another one, its optimizer and its session."""
     model, optimizer, session = started(plan, adamw, model)
     for part, state in zip((model, optimizer, session), saved, strict=True):
@@ -413,7 +413,7 @@ def resumed() -> dict[str, Any]:
             train(model, optimizer, range(at), loss)
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
             session.detach()
-            model, optimizer, session = resumed(plan, saved, make())
+            model, optimizer, session = restarted(plan, saved, make())
             train(model, optimizer, range(at, 15), loss)
             found[f"{name} at {at}"] = session.step == 15 and near(model.parameters(), straight.parameters(), 0.0)
             session.detach()
@@ -574,7 +574,7 @@ def switched_by_hand() -> dict[str, Any]:
     for name in ("straight", "resumed"):
         if ended:
             session.detach()
-            model, optimizer, session = resumed(plan, saved)
+            model, optimizer, session = restarted(plan, saved)
         train(model, optimizer, range(9, 18))
         assert isinstance(session._mode, Outer)
         found[f"{name}, behind two periods"] = session._mode._begun == 11
@@ -598,7 +598,7 @@ def guarded() -> dict[str, Any]:
             if step == resumed_at:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
                 session.detach()
-                model, optimizer, session = resumed(plan, saved)
+                model, optimizer, session = restarted(plan, saved)
             train(model, optimizer, range(step, step + 1))
             seen.append(session._mode.period.every if isinstance(session._mode, Outer) else 0)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -654,7 +654,7 @@ def ended_for_good() -> dict[str, Any]:
     expected = values_of(model, optimizer)
     session.detach()
     for name, following in (("the same plan", plan), ("an exact one", plan_of(None))):
-        model, optimizer, session = resumed(following, saved)
+        model, optimizer, session = restarted(following, saved)
         train(model, optimizer, range(20, 30))
         found[name] = session.step == 30 and near(values_of(model, optimizer), expected, 0.0)
         session.detach()
@@ -778,8 +778,8 @@ class Normed(nn.Module):
 
 
 def buffers() -> dict[str, Any]:
-    """Statistics of BatchNorm are a worker's own between rounds, after one the mean of what they were behind its launch;
-    global weights have the mean of the present ones.
+    """Statistics of BatchNorm are a worker's own between rounds, after one the mean of what they were behind its
+    launch; global weights have the mean of the present ones.
     """
     results: dict[str, Any] = {}
     names = tuple(name for name, _ in Normed().named_parameters())[::-1]

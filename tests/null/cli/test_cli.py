@@ -21,7 +21,6 @@ from planner.report.listing import Listing, make_console, print_tables
 from runtime.plan import load_plan
 from runtime.version import __version__
 
-
 Command = Callable[..., Outcome]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import cluster_document, profile_document, run, usual_document, usual_profile, write
+from builders import cluster_document, outcome_of, profile_document, run, usual_document, usual_profile, write
 from rich.console import Console
 from scipy.special import stdtrit
 
@@ -450,13 +450,11 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     monkeypatch.setattr("planner.cli.comparing.on_ranks", None)
-    plan = str(tmp_path / "plan.json")
-    with contextlib.suppress(SystemExit):
-        main(["optimize", write(tmp_path / "profile.json", usual_document()), "-o", plan])
+    plan, page = str(tmp_path / "plan.json"), str(tmp_path / "page.html")
+    run("optimize", write(tmp_path / "profile.json", usual_document()), "-o", plan)
     for learn in ((), ("--learn", "20")):
-        with pytest.raises(SystemExit):
-            main(["compare", "examples/digits.py:job", "--plan", plan, *learn, "--html", str(tmp_path / "page.html")])
-        assert "pip install plotly" in capsys.readouterr().err
+        ended = outcome_of(capsys, "compare", "examples/digits.py:job", "--plan", plan, *learn, "--html", page)
+        assert "pip install plotly" in ended.err
 
 
 @pytest.mark.parametrize(
