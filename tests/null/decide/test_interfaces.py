@@ -189,7 +189,7 @@ def test_lossy_plans_are_drop_in_too() -> None:
 def test_outer_steps_have_no_sharded_step_and_say_so() -> None:
     taken = 0
     for machines in CLUSTERS:
-        given = profile("bert", "AdamW", machines)
+        given = profile("bert", "AdamW", machines, 0.8)
         plan = optimize(given, accuracy="relaxed", allow=["outer", "sharded-step"], compress="none", max_period=8)
         assert not (plan.outer and plan.sharded)
         if plan.outer and optimize(given, allow=["sharded-step"]).sharded:
