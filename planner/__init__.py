@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import runtime
 
@@ -37,6 +36,7 @@ from runtime.errors import (  # noqa: E402 - after the check, for its message na
     LostUpdaterWarning,
     StragglerWarning,
 )
+from runtime.lazy import lazy  # noqa: E402
 from runtime.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ __all__ = [
     "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
-_NAMES = {
+# Deciding needs no torch, training no planning.
+__getattr__ = lazy("planner", {
     "planner.comparison.report": ("Comparison",),
     "planner.comparison.script": ("compare",),
     "planner.decide.optimize": ("optimize",),
@@ -87,15 +88,7 @@ _NAMES = {
     "runtime.session.report": ("Report",),
     "runtime.session.session": ("Session",),
     "runtime.session.share_sampler": ("ShareSampler",),
-}
-"""Module → names that are imported from it when they are asked for: deciding needs no torch, training no planning."""
-_WHERE = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+})  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,8 @@ from planner.ir import ACCURACIES, Schedule, format_indices
 from planner.model.codecs import Elements, codec_of
 from planner.model.modes import model_of
 from planner.model.operator_costs import defect as operators_defect
+from planner.model.operator_costs import operator_sizes
+from planner.model.problem import Problem
 from runtime.plan.combinations import SHARED_NORMS, SHARED_OPERATOR, reason_against
 
 
@@ -74,6 +76,14 @@ def verify(
     firsts = [min(bucket.gradients) for bucket in schedule.buckets]
     if firsts != sorted(firsts):
         raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
+
+
+def verify_on(problem: Problem, schedule: Schedule, accuracy: str) -> None:
+    """Check the invariants of a problem's schedule; see `verify`."""
+    verify(
+        schedule, problem.dtype_ids.tolist(), accuracy=accuracy, elements=problem.layer_elements,
+        norms=(len(problem.norm_layers), problem.ranks), matrices=operator_sizes(problem),
+    )  # fmt: skip
 
 
 def _check_update(schedule: Schedule, norms: tuple[int, int], matrices: tuple[int, int]) -> None:

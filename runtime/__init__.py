@@ -7,8 +7,7 @@ Examples:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runtime.errors import (
     AccuracyCostWarning,
@@ -21,6 +20,7 @@ from runtime.errors import (
     LostUpdaterWarning,
     StragglerWarning,
 )
+from runtime.lazy import lazy
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -35,18 +35,8 @@ __all__ = [
     "load_plan", "parse_plan",
 ]  # fmt: skip
 
-_WHERE = {
-    "Plan": "runtime.plan",
-    "Report": "runtime.session.report",
-    "Session": "runtime.session.session",
-    "attach": "runtime.session.attaching",
-    "load_plan": "runtime.plan",
-    "parse_plan": "runtime.plan",
-}
-"""Modules that are imported when a name is first used: plans need pydantic, sessions torch, the kernels only torch."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'runtime' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+# Plans need pydantic, sessions torch, the kernels only torch.
+__getattr__ = lazy("runtime", {
+    "runtime.plan": ("Plan", "load_plan", "parse_plan"), "runtime.session.attaching": ("attach",),
+    "runtime.session.report": ("Report",), "runtime.session.session": ("Session",),
+})  # fmt: skip

@@ -79,11 +79,11 @@ def _is_compiled_itself(module: torch.nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
-def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: bool = True) -> RemovableHandle:
-    """Register a hook that is called before a module's forward, first of all by default; a script, which
-    has no method for that, calls it all the same.
+def hook_before_forward(module: torch.nn.Module, hook: ModuleHook) -> RemovableHandle:
+    """Register a hook that is called before a module's forward, first of all; a script, which has no method for that,
+    calls it all the same.
     """
-    return torch.nn.Module.register_forward_pre_hook(module, hook, prepend=prepend)
+    return torch.nn.Module.register_forward_pre_hook(module, hook, prepend=True)
 
 
 def hook_after_forward(module: torch.nn.Module, hook: ModuleHook) -> RemovableHandle:
@@ -95,11 +95,11 @@ def may_have_methods(module: torch.nn.Module) -> bool:
     """Return whether a method among a module's attributes is copied and saved with it, as torch does by default,
     or left out.
     """
-    from torch._dynamo.eval_frame import OptimizedModule
-
     kind = type(module)
     plain = (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
-    return isinstance(module, OptimizedModule) or (plain and not isinstance(module, torch.jit.ScriptModule))
+    return isinstance(module, torch._dynamo.OptimizedModule) or (
+        plain and not isinstance(module, torch.jit.ScriptModule)
+    )
 
 
 def is_tracing() -> bool:
@@ -453,17 +453,7 @@ def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, get
 
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_CALLS_OF_BACKEND = frozenset(
-    function.__code__
-    for function in (
-        wait_for,
-        result_of,
-        meet,
-        send,
-        receive,
-        all_gather_on,
-    )
-)
+_CALLS_OF_BACKEND = frozenset(call.__code__ for call in (wait_for, result_of, meet, send, receive, all_gather_on))
 
 
 def is_of_backend(error: BaseException) -> bool:
@@ -484,8 +474,20 @@ def is_of_backend(error: BaseException) -> bool:
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return the Newton–Schulz orthogonalization of a matrix as `torch.optim.Muon` computes it."""
-    return _NEWTON_SCHULZ(matrix, coefficients, steps, eps)
+    """Return the Newton–Schulz orthogonalization of a matrix as `torch.optim.Muon` computes it; of a stack of matrices
+    with three dimensions that of each, by the same steps in batched products.
+    """
+    if matrix.dim() != 3:
+        return _NEWTON_SCHULZ(matrix, coefficients, steps, eps)
+    a, b, c = coefficients
+    tall = matrix.size(1) > matrix.size(2)
+    result = (matrix.mT if tall else matrix).to(torch.bfloat16, copy=True)
+    for one in result:
+        one.div_(one.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = result @ result.mT
+        result = torch.baddbmm(result, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.mT if tall else result
 
 
 _NEWTON_SCHULZ = _muon._zeropower_via_newtonschulz

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.inputs import FAMILIES, family, steady_residual
-from benchmarks.gpu.setting import synchronize
 from benchmarks.gpu.timing import captured
 from benchmarks.gpu.wire_results import same, wire_results
+from planner.profile.bench import synchronize
 from runtime.kernels import (
     ALL_AT_ONCE,
     ONE_BY_ONE,

@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.plans import FORMS, ddp_buckets, plan_of, readiness
-from benchmarks.gpu.setting import Found, Setting, synchronize, table
+from benchmarks.gpu.setting import Found, Setting, table
 from benchmarks.gpu.timing import Times
 from planner.jobs.world import choose_backend
+from planner.profile.bench import synchronize
 from runtime.comm.world import World
 from runtime.core.options import AttachOptions
 from runtime.session.session import Session

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import runtime
 from benchmarks.gpu.plans import FORMS, plan_of
-from benchmarks.gpu.setting import Found, Setting, synchronize, table
+from benchmarks.gpu.setting import Found, Setting, table
 from benchmarks.gpu.waits import Net
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.training import weights_sha256
 from planner.jobs.world import choose_backend
+from planner.profile.bench import synchronize
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
 

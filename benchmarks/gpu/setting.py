@@ -46,12 +46,6 @@ class Found:
     """What there was no time, or no memory, for."""
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is through with what is queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Markdown."""
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]

@@ -20,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import runtime
 from benchmarks.gpu.plans import FORMS, plan_of
-from benchmarks.gpu.setting import Found, Setting, synchronize, table
+from benchmarks.gpu.setting import Found, Setting, table
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.world import choose_backend
+from planner.profile.bench import synchronize
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
 from runtime.comm.communicator import CommTiming

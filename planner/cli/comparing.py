@@ -33,6 +33,7 @@ from planner.jobs.rank_options import RankOptions, is_first_rank
 from planner.jobs.world import choose_device, on_ranks, on_ranks_of_script, planned_ranks
 from planner.model.problem import Problem, make_problem
 from planner.report.files import check_writable
+from planner.report.frame import plotly_library
 from planner.report.listing import print_tables
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 from runtime.plan import Plan, check_has_buckets, load_plan
@@ -60,10 +61,10 @@ def compare(asked: Compare) -> None:
         raise PlanMismatch(f"{path}: {error}") from error
     if not is_first_rank():
         return
-    draw(comparison, f"{plan.model.name}{f' on {where.emulate}' if where.emulate else ''}", asked.html)
     if isinstance(comparison, Learned):
         for each, (name, kept) in zip(asked.plan, plans.items(), strict=True):
             comparison.measured(kept, name, asked.job).save(each)
+    draw(comparison, f"{plan.model.name}{f' on {where.emulate}' if where.emulate else ''}", asked.html)
     if not printed_json(comparison.to_document):
         echo_lines(first_lines(comparison))
         print_tables(comparison_table(comparison), *arrival_listings(comparison))
@@ -104,6 +105,7 @@ def _read(asked: Compare) -> tuple[bool, list[str], Profile | None, Problem | No
     file, is_script = find_trained(asked.job, arguments)
     if asked.html is not None:
         check_writable(asked.html, file, *asked.plan, asked.profile)
+        plotly_library()  # where it is missing nothing is measured in vain
     profile = None if asked.profile is None else load_profile(asked.profile)
     problem = None if profile is None else make_problem(profile, None, where=str(asked.profile))
     return is_script, arguments, profile, problem

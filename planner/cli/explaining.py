@@ -9,11 +9,12 @@ from planner.cli.options import Flags, printed_json
 from planner.cli.traced_runs import explain_traces
 from planner.export import export as express
 from planner.report import files
-from planner.report.difference import difference_of_files, print_difference
+from planner.report.difference import difference, print_difference
 from planner.report.listing import make_console
 from planner.report.tables import print_plan
 from planner.traces.stream import is_trace
 from runtime.errors import InputError
+from runtime.plan import load_plan
 from runtime.plan.document import split_phase
 from runtime.plan.files import write_bytes
 
@@ -34,7 +35,7 @@ def explain(asked: Explain) -> None:
 
 def diff(asked: Diff) -> None:
     """Print what differs between two plans."""
-    found = difference_of_files(asked.first, asked.second)
+    found = difference(load_plan(asked.first), load_plan(asked.second))
     if not printed_json(found.to_document):
         print_difference(found, (asked.first, asked.second))
     if not found.same:

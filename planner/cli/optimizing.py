@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import typer
 
 from planner.cli.commands import DECIDING, Optimize
 from planner.cli.options import chosen, printed_json, split_items
+from planner.decide.cut_choice import possible_cuts
 from planner.decide.given import given_request
 from planner.decide.optimize import decide
 from planner.decide.phases import check_same_gradients, join_phases, phase_steps
@@ -95,7 +97,8 @@ def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:
     plan = decide(request if asked.from_schedule is None else given_request(request, asked.from_schedule))
     if asked.solving.solver == "cpsat" and plan.sharded:
         typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
-    return plan
+    possible = possible_cuts(request.problem)
+    return plan if possible is None else replace(plan, notes=(*plan.notes, possible.note))
 
 
 def _accuracy_lines(asked: Optimize, plan: Plan) -> list[str]:

@@ -47,19 +47,19 @@ class Learn:
 
     def __post_init__(self) -> None:
         """Raise InputError for numbers that nothing can be learnt with."""
-        if not LEAST_STEPS <= self.steps <= MAX_STEPS:
+        if not (isinstance(self.steps, int) and LEAST_STEPS <= self.steps <= MAX_STEPS):
             raise InputError(
-                f"--learn: found {self.steps} steps, expected at least {LEAST_STEPS} and at most {MAX_STEPS}: the last "
-                f"tenth of them counts; correct it"
+                f"--learn: found {self.steps!r} steps, expected at least {LEAST_STEPS} and at most {MAX_STEPS}: the "
+                f"last tenth of them counts; correct it"
             )
-        if not 1 <= self.seeds <= MAX_SEEDS:
+        if not (isinstance(self.seeds, int) and 1 <= self.seeds <= MAX_SEEDS):
             raise InputError(
-                f"--seeds: found {self.seeds}, expected at least 1 and at most {MAX_SEEDS}; an interval takes at least "
-                f"2: correct it"
+                f"--seeds: found {self.seeds!r}, expected at least 1 and at most {MAX_SEEDS}; an interval takes at "
+                f"least 2: correct it"
             )
-        if not 0.0 < self.margin_percent < 100.0:
+        if not (isinstance(self.margin_percent, int | float) and 0.0 < self.margin_percent < 100.0):
             raise InputError(
-                f"--margin: found {self.margin_percent:g}, expected a percentage of DDP's last loss above 0 and below "
+                f"--margin: found {self.margin_percent!r}, expected a percentage of DDP's last loss above 0 and below "
                 f"100; correct it"
             )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,7 +24,7 @@ from planner.documents.text import milliseconds, pluralize
 from runtime.monitor.verdict import half_interval, t_quantile
 from runtime.plan import Plan
 from runtime.plan.executed import executed_digest
-from runtime.plan.measured_accuracy import AccuracyMeasured, JudgedBy, LearnedVerdict
+from runtime.plan.measured_accuracy import AccuracyMeasured, JudgedBy, LearnedFigures, LearnedVerdict
 
 if TYPE_CHECKING:
     from planner.comparison.learning import LearnedRank
@@ -41,7 +41,7 @@ MOST_SEEDS, MOST_LONGER = 1000, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedRow:
+class LearnedRow(LearnedFigures):
     """The losses of one contestant, and the verdict. Differences are relative to DDP's last loss of the same seed."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -55,29 +55,10 @@ class LearnedRow:
     place: ClassVar[float] = 0.0
     """Sort key in tables, which keep the order of the contestants."""
     name: str
-    last_loss: float | None
-    """Mean over the last tenth of the steps, all ranks and seeds; None: not finite."""
-    against_ddp: float | None
-    ci95: tuple[float, float] | None
-    """95 % interval of `against_ddp` over seeds; None with one seed, or where the loss is not finite."""
-    ddp_spread: float
-    """Largest difference of DDP's last loss from itself with sums in another order."""
-    steps_to_ddp_loss: float | None
-    """Steps until the loss that DDP has at 90 % of its steps, mean over seeds; None: some seed does not reach it."""
-    time_to_ddp_loss: float | None
-    """Time until that loss, as a share of DDP's; None: not reached."""
-    verdict: LearnedVerdict
     end_loss: float | None
     """Loss of the last step, mean over ranks and seeds."""
     step_us: float
     """Step as measured, the median or the mean over periods, or as predicted for another cluster."""
-    metric: float | None = None
-    """The job's evaluation metric after the last step, mean over ranks and seeds."""
-    metric_against_ddp: float | None = None
-    """Mean over seeds of the difference from DDP's metric, in its own unit."""
-    metric_ci95: tuple[float, float] | None = None
-    judged_by: JudgedBy = "loss"
-    """The metric where DDP's own spread of the loss is above the margin and the job has one."""
     telling_seeds: int | None = None
     """Estimated number of seeds that would tell; None: these do, or none are enough."""
 
@@ -138,24 +119,15 @@ class Learned(Comparison):
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Return how long it took."""
-        return (self.timing_line,)
-
-    @property
-    def timing_line(self) -> str:
-        """Return how long it took, and what was said before."""
-        return f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s"
+        """Return how long it took, and what was estimated before."""
+        return (f"learning took {self.took_s:.0f} s, estimated {self.estimated_s:.0f} s",)
 
     def measured(self, plan: Plan, name: str, job: str) -> Plan:
         """Return a plan with what its file keeps of its row."""
         row = next(row for row in self.rows if row.name == name)
-        taken = (
-            "verdict", "last_loss", "against_ddp", "ci95", "ddp_spread", "steps_to_ddp_loss", "time_to_ddp_loss",
-            "metric", "metric_against_ddp", "metric_ci95", "judged_by",
-        )  # fmt: skip
         kept = AccuracyMeasured(
             job=job, margin=self.learn.margin, steps=self.learn.steps, seeds=self.learn.seeds, ranks=self.ranks,
-            executed=executed_digest(plan), **{key: value for key, value in asdict(row).items() if key in taken},
+            executed=executed_digest(plan), **{each.name: getattr(row, each.name) for each in fields(LearnedFigures)},
         )  # fmt: skip
         return replace(plan, accuracy_measured=kept)
 
@@ -170,16 +142,17 @@ def summarize_learned(
         learn: steps, seeds and margin.
         predicted_us: step of each contestant on another cluster, in µs; None: as measured here.
     """
-    losses = {name: _losses(ranks, index, learn) for index, name in enumerate(_names(ranks))}
+    losses = {record.variant.name: _losses(ranks, index, learn) for index, record in enumerate(ranks[0].records)}
     times = values_by_name(ranks)
     step_us = {name: median_interval(times[name]) for name in times}
     if predicted_us is not None:
         step_us = {name: Interval(us, us, us) for name, us in predicted_us.items()}
     spread = _spread(losses)
     metrics = _metrics(ranks)
-    rows = [
-        _row(name, losses, metrics, step_us, learn, spread) for name in losses if name in step_us
-    ]  # fmt: skip
+    first = ranks[0]
+    plans = {record.variant.name: record.variant.plan for record in first.records}
+    exact = {name: 0 if plan is None else plan.first_steps for name, plan in plans.items()}
+    rows = [_row(name, losses, metrics, step_us, learn, exact[name]) for name in losses if name in step_us]
     lines = [sentence(row, learn) for row in rows if row.name not in (DDP, DDP_AGAIN)]
     if spread > learn.margin:
         by_metric = any(row.judged_by == "metric" for row in rows)
@@ -188,11 +161,10 @@ def summarize_learned(
             f"DDP itself, with sums in another order, ends up to {spread:.2%} apart, more than the margin of "
             f"{learn.margin_percent:g} %: train longer, or {instead}"
         )
-    first = ranks[0]
     notes = [f"steps are predicted for {learn.on}"] if predicted_us is not None else []
-    for variant in (record.variant for record in first.records):
-        if variant.plan is not None and (exact := variant.plan.first_steps):
-            notes.append(f"the first {exact} of {learn.steps} steps of {variant.name} are exact")
+    notes += [f"the first {count} of {learn.steps} steps of {name} are exact" for name, count in exact.items() if count]
+    if odd := [name for name, values in metrics.items() if not all(map(math.isfinite, values))]:
+        notes.append(f"the metric of {', '.join(odd)} is not finite, so that verdicts on it are by the loss alone")
     if first.one_by_one is not None:
         notes.append(f"contestants trained one after the other from the same start: {first.one_by_one}")
     return Learned(
@@ -274,31 +246,11 @@ def steps_to(windows: Sequence[float], loss: float, steps: int) -> float | None:
     return None
 
 
-def _names(ranks: Sequence[LearnedRank]) -> list[str]:
-    return [record.variant.name for record in ranks[0].records]
-
-
 def _losses(ranks: Sequence[LearnedRank], index: int, learn: Learn) -> NDArray[np.float64]:
     """Return the losses of a contestant, mean over ranks. Shape (seeds, steps)."""
     of_ranks = [[loss for block in rank.records[index].losses for loss in block] for rank in ranks]
     values: NDArray[np.float64] = np.array(of_ranks, dtype=np.float64).mean(axis=0).reshape(learn.seeds, learn.steps)
     return values
-
-
-def constant_text(loss: float, steps: int) -> str:
-    """Return what is wrong where all losses of DDP are the same."""
-    return (
-        f"found the same loss, {loss:.6g}, in all {steps} steps with DDP, expected one that training changes; correct "
-        f"the job's loss, optimizer or batches"
-    )
-
-
-def not_finite_text(loss: float, step: int, seed: int) -> str:
-    """Return what is wrong with DDP's loss in a step of a seed, both from 0."""
-    return (
-        f"found a loss of {loss} with DDP in step {step + 1} of seed {seed + 1}, expected finite losses, or nothing "
-        f"can be compared; lower the learning rate, or correct the job"
-    )
 
 
 def last_losses(losses: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -338,24 +290,25 @@ def _steps_to_ddp(losses: NDArray[np.float64], ddp: NDArray[np.float64]) -> floa
 def _metrics(ranks: Sequence[LearnedRank]) -> dict[str, list[float]]:
     """Return the metric of each seed, mean over ranks, by contestant; empty where the job has none."""
     found = {}
-    for index, name in enumerate(_names(ranks)):
+    for index, record in enumerate(ranks[0].records):
         of_ranks = [rank.records[index].metrics for rank in ranks]
         if all(of_ranks):
-            found[name] = [statistics.fmean(of_seed) for of_seed in zip(*of_ranks, strict=True)]
+            found[record.variant.name] = [statistics.fmean(of_seed) for of_seed in zip(*of_ranks, strict=True)]
     return found
 
 
 def _row(
     name: str, losses: Mapping[str, NDArray[np.float64]], metrics: Mapping[str, list[float]],
-    step_us: Mapping[str, Interval], learn: Learn, spread: float,
+    step_us: Mapping[str, Interval], learn: Learn, exact_steps: int,
 ) -> LearnedRow:  # fmt: skip
-    mine, ddp = losses[name], losses[DDP]
+    mine, ddp, spread = losses[name], losses[DDP], _spread(losses)
     differences = _against(mine, ddp)
     ci95, verdict = ((0.0, 0.0), "as ddp") if name == DDP else judge(differences, learn.margin)
     reached, of_ddp = _steps_to_ddp(mine, ddp), _steps_to_ddp(ddp, ddp)
     time = None
-    if reached is not None and of_ddp:
-        time = reached * step_us[name].value / (of_ddp * step_us[DDP].value)
+    if reached is not None and of_ddp and name != DDP_AGAIN:  # whose hook takes time
+        exact = min(reached, float(exact_steps))  # as long as DDP's: those that count are behind them
+        time = (exact + (reached - exact) * step_us[name].value / step_us[DDP].value) / of_ddp
     metric, telling = metrics.get(name), telling_seeds(differences, learn.margin)
     judged_by: JudgedBy = "loss"
     mean: float | None = None

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planner.comparison.trained import Trained, TrainedScript, evaluated
+from planner.comparison.trained import Trained, TrainedScript
 from planner.frontend.call import map_leaves
-from planner.jobs.training import SEED, BuiltJob, attribute_user_errors, build
+from planner.jobs.training import SEED, BuiltJob, build
 from planner.profile.bench import Bench
 from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import InputError
@@ -34,7 +34,7 @@ class LearnedJob(Trained):
 
     def __init__(self, built: BuiltJob, first: int) -> None:
         """Train a job from its batch number `first` on."""
-        super().__init__(built.model)
+        super().__init__(built.model, built.job.metric)
         self.name, self._built, self._first = built.spec, built, first
         self._shared = built
         self.compile = built.job.compile
@@ -67,14 +67,6 @@ class LearnedJob(Trained):
         assert self._prepared is not None
         loss = float(self._built.train(self._prepared[1], forward, optimizer))
         return loss * self._shared.loss_factor
-
-    def metric(self) -> float | None:
-        """Return the job's metric, or None if it has none."""
-        metric = self._built.job.metric
-        if metric is None:
-            return None
-        with attribute_user_errors(f"{self.name}: metric(model)"):
-            return evaluated(self.model, metric)
 
 
 def batch_digest(batch: Any) -> str:

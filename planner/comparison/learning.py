@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 
 from planner.comparison.contestants import Learn
-from planner.comparison.learned import constant_text, not_finite_text
 from planner.comparison.learners import JobSource, Source
 from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, Runner, VariantRunner, named_plan
 from planner.comparison.same import LOSS_TOLERANCE
 from planner.comparison.variants import DDP, NO_COMMUNICATION, BucketVariant, Rounds
+from planner.documents.text import pluralize
 from planner.profile.bench import Bench, Progress, synchronize
 from planner.profile.step import joined
+from runtime.checks.topology import adapt
 from runtime.comm.shared_memory import available_bytes
-from runtime.errors import InputError
+from runtime.errors import InputError, PlanMismatch
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.optimizers.kinds import each_of
+from runtime.session.session import Session
 
 BLOCKS = 10
 """Largest number of interleaved blocks that a contestant's steps are divided into."""
@@ -74,10 +76,12 @@ class Contestant:
         self._communication = ExitStack()
         with ExitStack() as start:
             start.enter_context(self.trained.restored(self._optimizer))
+            start.callback(self._communication.close)
             self.trained.model.zero_grad(set_to_none=True)
             with named_plan(variant):
                 communicating = self.runner.communicating(variant, self._optimizer)
                 self._forward = self._communication.enter_context(communicating)
+                check_compresses(variant, self.runner._session)
             self._start = start.pop_all()
         source.seed_generators(seed)
         self._generators = generators()
@@ -114,6 +118,20 @@ class Contestant:
         held += [one for state in states for one in state.values() if isinstance(one, Tensor)]
         held += 2 * [parameter for parameter in model.parameters() if parameter.requires_grad]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def check_compresses(variant: BucketVariant, session: Session | None) -> None:
+    """Raise PlanMismatch, on all ranks alike, where ranks on one node leave out compression between nodes."""
+    plan = variant.plan
+    if session is None or plan is None:
+        return
+    executed = adapt(plan, session._world, session._parameters).buckets
+    if count := sum(now.dense and not planned.dense for now, planned in zip(executed, plan.buckets, strict=True)):
+        raise PlanMismatch(
+            f"{pluralize(count, 'bucket')} would be sent uncompressed, for these ranks are on one node, and the plan "
+            f"compresses between nodes: expected its nodes; run it there with torchrun, or with --emulate "
+            f"HOSTSxRANKS@RATE"
+        )
 
 
 def counted_us(variant: BucketVariant, times_us: Sequence[float], begun: Sequence[int]) -> list[float]:
@@ -159,7 +177,10 @@ class LearningRunner(Runner[BucketVariant]):
         if found := next((problem for problem, _ in seen if problem is not None), None):
             raise InputError(found)
         if all(constant for _, constant in seen):
-            raise InputError(constant_text(losses[0] or 0.0, self._learn.steps))
+            raise InputError(
+                f"{self._source.name}: found the same loss, {losses[0] or 0.0:.6g}, in all {self._learn.steps} steps "
+                f"with DDP, expected one that training changes; correct the job's loss, optimizer or batches"
+            )
         if over:
             record.step_us.append(counted_us(record.variant, contestant.times_us, contestant.begun))
             metric = self._open.pop(name).close()
@@ -180,7 +201,10 @@ class LearningRunner(Runner[BucketVariant]):
                     f"or a tensor of one element; return it"
                 )
             if name == DDP and not math.isfinite(one):
-                return not_finite_text(one, start + number, self._seed)
+                return (
+                    f"{self._source.name}: found a loss of {one} with DDP in step {start + number + 1} of seed "
+                    f"{self._seed + 1}, expected finite ones; lower the learning rate, or correct the job"
+                )
         first, expected, expected_loss = self._first.setdefault(start, (name, digest, loss))
         if digest != expected:
             pairs = zip(digest.split("\n"), expected.split("\n"), strict=True)
@@ -265,7 +289,7 @@ def learn_all(source: Source, variants: Sequence[BucketVariant], learn: Learn) -
         if source.bench.progress.show:
             names = ", ".join(variant.name for variant in variants)
             source.bench.progress.announce(
-                f"{learn.steps} steps of {names} from {learn.seeds} seeds take about {estimated_s:.0f} s"
+                f"{learn.steps} steps of {names} from {pluralize(learn.seeds, 'seed')} take about {estimated_s:.0f} s"
                 + (f", one contestant after the other: {one_by_one}" if one_by_one else "")
             )
         start_s = time.perf_counter()

@@ -264,8 +264,7 @@ class VariantRunner(Runner[BucketVariant]):
         if (seen := self._session.report()).steps:
             self._micro_batches = seen.micro_batches
         if not variant.cycle:
-            figures = self._session._monitor.arrivals.figures(self._session._recorder.steps)
-            self._figures.setdefault(variant.name, []).extend(figures[-steps:])
+            self._figures.setdefault(variant.name, []).extend(self._session.arrival_figures()[-steps:])
 
     @contextmanager
     def _watched(self, variant: BucketVariant, optimizer: Optimizers) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.comparison.learned import Learned
 from planner.comparison.report import AnyRow, Comparison, arrival_listings, failures
-from planner.comparison.variants import DDP_AGAIN
+from planner.comparison.variants import DDP_AGAIN, PLAN
 from planner.report.figures import LEGEND_BELOW, curve
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.listing import Listing
@@ -53,8 +53,10 @@ def curves_text(learned: Learned, title: str, measured: str) -> str:
     figures = {"losses": _curves(learned)}
     words = ["Lines are means over ranks and seeds; hover labels have the lowest and the highest seed."]
     drawn = figure("losses", figures, "Loss of each way to train", words, f"{title}, {where}, measured {measured}.")
+    names = tuple(one.name for one in learned.rows if one.name != PLAN)
+    told = (line if line.startswith(names) else line[:1].upper() + line[1:] for line in learned.verdicts)
     body = [
-        paragraphs(f"{line[:1].upper()}{line[1:]}." for line in (*learned.verdicts, learned.timing_line)),
+        paragraphs(f"{line}." for line in (*told, *learned.closing)),
         table(Listing("What each way to train learnt", row.COLUMNS, cells, row.LEFT).filled()),
         f"<section>\n<h2>Loss over steps</h2>\n{drawn}\n</section>",
     ]
@@ -65,7 +67,7 @@ def curves_text(learned: Learned, title: str, measured: str) -> str:
         "interval by Student's t",
         "DDP's own spread": "largest such difference of DDP with sums rounded as in another order",
         "steps to DDP's loss": "until the mean of a twentieth of the steps is as low as DDP's at 90 % of the steps",
-        "time to it": "these steps times the step, as a share of DDP's",
+        "time to it": "these steps times the step, as a share of DDP's; exact first steps are as long as DDP's",
         "metric against DDP": "mean over seeds of the difference after the last step, with its interval; verdicts "
         "are by it where DDP's own spread of the loss is above the margin",
     }

@@ -7,7 +7,6 @@ import importlib.util
 import re
 import runpy
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from planner.comparison.trained import TrainedScript
 from planner.comparison.variants import PLAN, Rounds, make_lineup
 from planner.documents.profile import Profile, load_profile
 from planner.documents.text import as_names
-from planner.jobs.job import find_job
+from planner.jobs.job import find_job, in_library
 from planner.jobs.training import attribute_user_errors
 from planner.model.problem import make_problem
 from planner.profile.bench import Bench, Progress
@@ -129,8 +128,10 @@ def compare(
     if _asked is None and learn is not None:
         learned = Learn(steps=learn, seeds=seeds, margin_percent=margin, on=on)
         asked = replace(asked, learn=learned, plans={PLAN: asked.plan})
-    elif _asked is None and (seeds, margin, on) != (SEEDS, MARGIN_PERCENT, None):
-        raise InputError("planner.compare: found seeds, margin or on without learn, expected learn=STEPS, too; add it")
+    elif _asked is None and (seeds, margin, on, metric) != (SEEDS, MARGIN_PERCENT, None, None):
+        raise InputError(
+            "planner.compare: found seeds, margin, on or metric without learn, expected learn=STEPS, too; add it"
+        )
     keeps = plan if isinstance(plan, str | Path) and learn is not None and _asked is None else None
     if session._world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
@@ -256,7 +257,7 @@ def _sources(parts: Sequence[str], folder: Path) -> Iterator[Path]:
         origin = Path(spec.origin) if spec is not None and spec.origin is not None else None
         if origin is None or origin.suffix != ".py" or parts[0] in ("planner", "runtime"):
             return
-        if origin.is_relative_to(sysconfig.get_path("stdlib")) or {"site-packages", "dist-packages"} & {*origin.parts}:
+        if in_library(str(origin)):
             return
         folder = origin.parents[1 if origin.name == "__init__.py" else 0]
     for depth in range(1, len(parts) + 1):

@@ -29,8 +29,8 @@ class Trained:
     name: str
     """Prefix of the messages of errors that its functions raise."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, metric: Callable[[nn.Module], Any] | None = None) -> None:
+        self.model, self._metric = model, metric
         self.compile: CompileArgument | None = None
         """Arguments of `torch.compile` for the model, in every variant; None: it is not compiled."""
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -55,8 +55,17 @@ class Trained:
         return ""
 
     def metric(self) -> float | None:
-        """Return the evaluation metric of the model; None if there is none."""
-        return None
+        """Return the metric of the model in evaluation mode, without gradients; None if there is none."""
+        if self._metric is None:
+            return None
+        training = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), attribute_user_errors(f"{self.name}: metric(model)"):
+                return float(self._metric(self.model))
+        finally:
+            for module, flag in training:
+                module.training = flag
 
     def step(self, forward: nn.Module, optimizer: Optimizers, number: int) -> float | None:
         """Make one step and return its loss, if it is known.
@@ -110,8 +119,8 @@ class TrainedScript(Trained):
         metric: Callable[[nn.Module], float] | None = None,
     ) -> None:
         """Train a model by `step`, which changes `also` as well, and judge it by `metric`."""
-        super().__init__(model)
-        self._optimizer, self._step, self._also, self._metric = optimizer, step, also, metric
+        super().__init__(model, metric)
+        self._optimizer, self._step, self._also = optimizer, step, also
         self.first: int | None = None
         """Number of the batch of the first step; None: each step has the same batch, number 0."""
 
@@ -150,13 +159,6 @@ class TrainedScript(Trained):
             return float(loss.detach()) if loss.numel() == 1 else None
         return float(loss) if isinstance(loss, numbers.Real) else None
 
-    def metric(self) -> float | None:
-        """Return the script's metric, or None if it has none."""
-        if self._metric is None:
-            return None
-        with attribute_user_errors(f"{self.name}: metric(model)"):
-            return evaluated(self.model, self._metric)
-
     @contextmanager
     def restored(self, optimizer: Optimizers) -> Iterator[None]:
         """Restore everything that steps change, on leaving, with what else the script named."""
@@ -167,15 +169,3 @@ class TrainedScript(Trained):
         finally:
             for one, state in zip(self._also, states, strict=True):
                 one.load_state_dict(state)
-
-
-def evaluated(model: nn.Module, metric: Callable[[nn.Module], Any]) -> float:
-    """Return a metric of the model in evaluation mode, without gradients; flags of modules are restored."""
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return float(metric(model))
-    finally:
-        for module, flag in training:
-            module.training = flag

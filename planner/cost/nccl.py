@@ -418,7 +418,7 @@ def shape_on(cluster: Cluster, link: str) -> Shape | None:
         return Shape(whole.machine, 1, whole.per_node)
     machine = whole.machine
     share = machine.nic_bytes_per_s * min(1.0, machine.nics_per_node / whole.per_node)
-    return Shape(replace(machine, nics_per_node=1, nic=_rate_text(share)), whole.nodes, 1)
+    return Shape(replace(machine, nics_per_node=1, nic=f"{share / 1e9:.6f}gbyte"), whole.nodes, 1)
 
 
 def link_of(cluster: Cluster, name: str) -> Link | None:
@@ -478,10 +478,6 @@ def scaled(machine: Nccl, factor: float) -> Nccl:
         other_transfer=fit.other_transfer * factor,
     )
     return replace(machine, fit=longer)
-
-
-def _rate_text(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.6f}gbyte"
 
 
 def _size_text(size_bytes: float) -> str:

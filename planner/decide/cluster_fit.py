@@ -112,7 +112,7 @@ def fit_cluster(
     all_found = [(log, one) for log, found in read.items() for one in found]
     notes = [note for _, one in all_found for note in one.notes]
     measured = [Measured(one.collective, log.nodes, log.per_node, one.samples) for log, one in all_found]
-    gpu = None if stated.gpu is None else find_gpu(stated.gpu, "--gpu")
+    gpu = None if stated.gpu is None else find_gpu(stated.gpu)
     said = gpu if machine is None else machine.gpu
     for log, found in read.items():
         if said is not None and (other := found[0].gpu) not in (None, said):

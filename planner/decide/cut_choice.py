@@ -34,8 +34,9 @@ class CutChoice:
         if not cuts:
             return f"one compiled graph ({ms(self.whole_us)}): no cut makes the step shorter"
         return (
-            f"the compiled graph is cut at {pluralize(len(cuts), 'module')}: {ms(self.step_us)} in place of "
-            f"{ms(self.whole_us)} with one graph{self.assumed}; attach with compile= executes that"
+            f"the compiled graph {'could be' if self.assumed else 'is'} cut at {pluralize(len(cuts), 'module')}: "
+            f"{ms(self.step_us)} in place of {ms(self.whole_us)} with one graph{self.assumed}; attach with compile= "
+            f"executes that"
         )
 
     @property

@@ -20,7 +20,6 @@ from planner.model.modes.delayed import Delayed
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.outer_steps import OuterSteps
 from planner.model.modes.sharded import not_shared_reason, owners_of
-from planner.model.operator_costs import operator_sizes
 from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.model.schedule_text import ScheduleText, read_schedule
@@ -30,7 +29,7 @@ from planner.passes.delay import Delay, unsuited
 from planner.passes.joint import DEFAULT_COMPRESS, Joint
 from planner.passes.local_async import LocalAsync
 from planner.passes.outer import Outer
-from planner.verify import VerifyError, verify
+from planner.verify import VerifyError, verify_on
 from runtime.errors import InputError
 from runtime.plan.files import read_text
 
@@ -86,16 +85,8 @@ def _check(request: Request, text: ScheduleText, path: str) -> None:
             f"--accuracy {accuracy}: found a schedule in {path} that is {schedule.accuracy}; add --accuracy "
             f"{schedule.accuracy}, or change the schedule"
         )
-    norms = len(problem.norm_layers), problem.ranks
     try:
-        verify(
-            schedule,
-            problem.dtype_ids.tolist(),
-            accuracy=accuracy,
-            elements=problem.layer_elements,
-            norms=norms,
-            matrices=operator_sizes(problem),
-        )
+        verify_on(problem, schedule, accuracy)
     except VerifyError as error:
         named = re.findall(r"\bbucket ([0-9]+)", str(error))  # the verifier names buckets by position
         where = f"{path}: line {text.lines[int(named[-1])]}" if named else path

@@ -80,7 +80,10 @@ def bounded_candidate(
     if given is not None and given.accuracy == "bounded":
         found = replace(found, schedule=given, required=True)
     elif len(frontier.points) == 1 and problem.ranks > 1:
-        why_not = "no compression was looked at (--compress none, or every gradient is protected)"
+        why_not = (
+            "no compression was looked at (--compress none, every gradient is protected, or no matrix for lowrank is "
+            "in the profile)"
+        )
         return replace(found, schedule=exact, why_not=why_not)
     if all(bucket.whole for bucket in found.schedule.buckets):
         return replace(found, schedule=exact)

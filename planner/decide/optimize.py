@@ -345,7 +345,8 @@ def _over_sharded(request: Request, exact: Candidate, lossy: Candidate) -> Plan:
     exact = replace(exact, memory_bytes=None if step is None else step.sharded_bytes)
     lossy = replace(lossy, memory_bytes=sharded.replicated_bytes(problem))
     if riskier.accuracy != "exact" and select(problem, [exact, lossy], limit_bytes)[0] is lossy:
-        return riskier
+        why = f"the optimizer's step is not sharded, as it may be: {riskier.accuracy} plans are made without that"
+        return replace(riskier, notes=(*riskier.notes, why))
     others = dict(riskier.alternatives or {})
     if riskier.accuracy != "exact":
         own = replace(riskier, baselines=None, scaling=None, fallback=None, alternatives=None)

@@ -9,15 +9,13 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from planner.ir import Schedule, Synchronous
-from planner.model.operator_costs import operator_sizes
 from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Candidate, Frontier, Pass, Pipeline
-from planner.verify import verify
+from planner.verify import verify_on
 from runtime.debug import asked_events
 from runtime.errors import InputError
 
@@ -84,16 +82,12 @@ def run_passes(
     Returns:
         The last candidate, with what those before it report of the plan.
     """
-    check = partial(
-        verify, dtype_ids=problem.dtype_ids.tolist(), accuracy=accuracy, elements=problem.layer_elements,
-        norms=(len(problem.norm_layers), problem.ranks), matrices=operator_sizes(problem),
-    )  # fmt: skip
-    check(schedule)
+    verify_on(problem, schedule, accuracy)
     found = Candidate(schedule=schedule)
     for current in passes:
         started = time.perf_counter()
         found = _merged(found, current, problem)
-        check(found.schedule)
+        verify_on(problem, found.schedule, accuracy)
         seconds = time.perf_counter() - started
         if after_pass is not None:
             after_pass(current.name, found.schedule, seconds)

@@ -22,11 +22,10 @@ from planner.ir import Schedule
 from planner.model.codecs import Wire
 from planner.model.delay import CycleTimeline
 from planner.model.modes import model_of
-from planner.model.operator_costs import operator_sizes
 from planner.model.problem import Problem, make_problem
 from planner.model.what_if import WhatIf, describe, step_quantiles
 from planner.strategies.sparse import ratios
-from planner.verify import verify
+from planner.verify import verify_on
 from runtime.errors import InputError
 from runtime.plan.timeline import Timeline, busy_us
 
@@ -135,13 +134,7 @@ def simulate(
             schedule = make_schedule(problem, strategy)
             solved = solve_strategy(problem, strategy, schedule, limit) if solver == "cpsat" else None
             schedule = solved.schedule if solved else schedule
-            verify(
-                schedule,
-                problem.dtype_ids.tolist(),
-                accuracy=accuracy_of(strategy),
-                norms=(len(problem.norm_layers), problem.ranks),
-                matrices=operator_sizes(problem),
-            )
+            verify_on(problem, schedule, accuracy_of(strategy))
             result = _simulation(problem, schedule, strategy, change, critical_path)
             if solved:
                 result = replace(result, lower_bound_us=solved.bound_us)

@@ -178,7 +178,7 @@ def scale_compute(compute: ComputeProfile, step: float, update: float, operator:
         return compute
     shapes = compute.operator.shapes if compute.operator else ()
     more_us = (operator - update) * sum(shape.operator_us * len(shape.parameters) for shape in shapes)
-    scaled = scale_times(compute, _factors(step, update) | {"operator_us": operator})
+    scaled = scale_times(compute, _factors(step, update) | {"operator_us": operator, "stacked_us": operator})
     return replace(scaled, update_us=max(0.0, scaled.update_us + more_us), intervals=None)
 
 

@@ -116,7 +116,7 @@ def _by_nccl(machines: Machines, named: str, network: Network) -> Cluster:
             raise InputError(
                 f"{option}: found {value} beside --gpu, whose cost model has latencies of its own; take one out"
             )
-    gpu, nvlink, pcie = find_gpu(named, "--gpu"), machines.nvlink, machines.intra
+    gpu, nvlink, pcie = find_gpu(named), machines.nvlink, machines.intra
     if is_on_pcie(named) and nvlink is None and pcie is None:
         raise InputError(
             f"--gpu: found {named!r} without a link inside nodes, expected --intra with the rate of its PCIe, such as "

@@ -68,11 +68,11 @@ def is_on_pcie(text: str) -> bool:
     return name is not None and GPUS[name].nvlink_bytes_per_s > 0.0 and "pcie" in text.lower()
 
 
-def find_gpu(text: str, where: str) -> str:
-    """Return the same of an option, or raise InputError with all names."""
+def find_gpu(text: str) -> str:
+    """Return the same of `--gpu`, or raise InputError with all names."""
     found = gpu_named(text)
     if found is None:
-        raise InputError(f"{where}: found {text[:60]!r}, expected one of: {', '.join(GPUS)}")
+        raise InputError(f"--gpu: found {text[:60]!r}, expected one of: {', '.join(GPUS)}")
     return found
 
 

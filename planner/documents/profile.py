@@ -47,6 +47,9 @@ MAX_GRADIENTS = 20_000
 MAX_MODEL_BYTES = 2**53
 """9 PB; sums of bytes are exact up to here."""
 
+WORTH_STACKING = 0.1
+"""Part of the time of an operator that a stack has to save for each further matrix, as it takes memory."""
+
 CURE = "correct it, or measure again with `planner profile`"
 
 Rate = Annotated[float, Field(ge=0.0, le=1e12)]
@@ -127,7 +130,16 @@ class OperatorShape(Record):
     result_bytes: PositiveCount
     """Bytes of the result in a message."""
     parameters: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
-    """Parameters of this shape, in the order in which the optimizer's step calls the operator."""
+    """Parameters of this shape, in the order in which the optimizer's step calls the operator; with `stacked_us` of one
+    group."""
+    stacked_us: TimeUs | None = None
+    """Time of each matrix of a stack but the first; None: stacks have other bits, or were not timed."""
+
+    @property
+    def saved_us(self) -> float:
+        """Time that a stack saves for each of its matrices but the first; 0: too little for the memory it takes."""
+        saved_us = 0.0 if self.stacked_us is None else self.operator_us - self.stacked_us
+        return saved_us if saved_us >= WORTH_STACKING * self.operator_us else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from planner.ir import Schedule
 from planner.model.codecs import codec_of
 from planner.model.delay import StepSpan
@@ -62,12 +64,7 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
     intervals = problem.profile.compute.intervals
     named = (
         PredictedTask(
-            task=span.task,
-            resource=span.resource,
-            start_us=span.start_us,
-            end_us=span.end_us,
-            bucket=span.bucket,
-            ready_us=span.ready_us,
+            **span.task_fields,
             step=span.step if isinstance(span, StepSpan) else None,
             critical=True if isinstance(span, WindowSpan) and span.critical else None,
             **_together(problem, schedule, span),
@@ -87,12 +84,12 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
     )
 
 
-def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int]:
+def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, Any]:
     """Return the contents of a message of several buckets; nothing of others, whose bucket has them."""
     if not isinstance(span, WindowSpan) or not span.buckets:
         return {}
     members = [gradient for bucket in span.buckets for gradient in schedule.buckets[bucket].gradients]
-    known = {"gradients": len(members), "size_bytes": int(problem.size_bytes[members].sum())}
+    known: dict[str, Any] = {"gradients": len(members), "size_bytes": int(problem.size_bytes[members].sum())}
     return known | ({"first_gradient": min(members)} if max(members) - min(members) < len(members) else {})
 
 
@@ -114,6 +111,7 @@ def _operator(problem: Problem, schedule: Schedule) -> OperatorPlan | None:
         owners={names[matrix]: owner for matrix, owner in enumerate(shares.owners) if owner >= 0},
         gathers=tuple(tuple(names[matrix] for matrix in members) for members in shares.messages),
         inside=shares.inside or None,
+        batched=tuple(names[matrix] for stack in costs.stacks(shares) for matrix in stack) or None,
         replicated_us=costs.unshared_us,
         shared_us=costs.update(shares).update_us,
         gather_us=sum(costs.gathers_us(shares)),

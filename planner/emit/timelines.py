@@ -76,19 +76,11 @@ def _join(group: Sequence[PredictedTask]) -> PredictedTask:
         return first
     buckets = [task.bucket for task in group if task.bucket is not None]
     name = f"buckets {min(buckets)}-{max(buckets)} {kind_of(first)}" if buckets else f"{first.task} … {last.task}"
-    return PredictedTask(
-        task=name,
-        resource=first.resource,
-        start_us=first.start_us,
-        end_us=max(task.end_us for task in group),
-        bucket=first.bucket,
-        ready_us=first.ready_us,
-        tasks=sum(task.tasks or 1 for task in group),
-        critical=True if any(task.critical for task in group) else None,
-        gradients=_sum([task.gradients for task in group]),
-        first_gradient=_first(group),
-        size_bytes=_sum([task.size_bytes for task in group]),
-    )
+    return replace(
+        first, task=name, end_us=max(task.end_us for task in group), tasks=sum(task.tasks or 1 for task in group),
+        critical=True if any(task.critical for task in group) else None, step=None, first_gradient=_first(group),
+        gradients=_sum([task.gradients for task in group]), size_bytes=_sum([task.size_bytes for task in group]),
+    )  # fmt: skip
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

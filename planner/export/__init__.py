@@ -7,6 +7,7 @@ plan's profile is given, else from what the plan says of its own alternatives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from planner.documents.catalog import find_cluster, find_profile
@@ -17,7 +18,7 @@ from planner.export.ddp import to_ddp
 from planner.export.ddp_hook import to_ddp_hook
 from planner.export.inductor import to_inductor
 from planner.export.nccl_tuner import to_nccl_tuner
-from planner.export.step_graphs import layers_to_dot, layers_to_graphml, to_dot, to_graphml
+from planner.export.step_graphs import export_layers, export_step
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 from runtime.plan import Plan, check_has_buckets, load_plan
@@ -26,11 +27,11 @@ EXPORTERS: Mapping[str, Callable[[Plan, Problem | None], Export]] = {
     "chakra": to_chakra,
     "ddp": to_ddp,
     "ddp-hook": to_ddp_hook,
-    "dot": to_dot,
-    "graphml": to_graphml,
+    "dot": partial(export_step, dot="step"),
+    "graphml": export_step,
     "inductor": to_inductor,
-    "layers-dot": layers_to_dot,
-    "layers-graphml": layers_to_graphml,
+    "layers-dot": partial(export_layers, dot="layers"),
+    "layers-graphml": export_layers,
     "nccl-tuner": to_nccl_tuner,
 }
 

@@ -88,24 +88,25 @@ def stock_plan(plan: Plan) -> tuple[Plan, list[str]]:
             buckets=tuple(map(sent_whole, plan.buckets)),
         )  # fmt: skip
         fallback_us = plan.fallback.predicted.iteration_us if plan.fallback and plan.fallback.predicted else None
-        more_us = fallback_us - step_us if fallback_us is not None and step_us is not None else None
         which = "the exact plan beside it" if plan.fallback else "its buckets, sent whole,"
-        notes.append(f"{what} cannot be expressed: {which} stands in; {cost(more_us)}")
+        notes.append(f"{what} cannot be expressed: {which} stands in; {_lost(fallback_us, step_us)}")
         plan = stand_in
     step = plan.updates.step if plan.updates else None
     if step is not None and step.sharded:
         shared_us = step.late_us if plan.gathers else step.sharded_us
-        known = step.replicated_us is not None and shared_us is not None
-        more_us = (step.replicated_us or 0.0) - (shared_us or 0.0) if known else None
-        notes.append(f"the sharded optimizer step cannot be expressed: every rank updates all weights; {cost(more_us)}")
+        lost = _lost(step.replicated_us, shared_us)
+        notes.append(f"the sharded optimizer step cannot be expressed: every rank updates all weights; {lost}")
     operator = plan.updates.operator if plan.updates else None
     if operator is not None and operator.owners:
-        known = operator.replicated_us is not None and operator.shared_us is not None
-        more_us = (operator.replicated_us or 0.0) - (operator.shared_us or 0.0) if known else None
-        notes.append(f"owners of operators cannot be expressed: every rank computes all of them; {cost(more_us)}")
+        lost = _lost(operator.replicated_us, operator.shared_us)
+        notes.append(f"owners of operators cannot be expressed: every rank computes all of them; {lost}")
     norms = plan.updates.norms if plan.updates else None
     if norms is not None and norms.shares is not None:
-        known = norms.replicated_us is not None and norms.shared_us is not None
-        more_us = (norms.replicated_us or 0.0) - (norms.shared_us or 0.0) if known else None
-        notes.append(f"shared layer norms cannot be expressed: every rank computes all of them; {cost(more_us)}")
+        lost = _lost(norms.replicated_us, norms.shared_us)
+        notes.append(f"shared layer norms cannot be expressed: every rank computes all of them; {lost}")
     return plan, notes
+
+
+def _lost(replicated_us: float | None, shared_us: float | None) -> str:
+    """Return what it costs, as text, that ranks share no work."""
+    return cost(None if replicated_us is None or shared_us is None else replicated_us - shared_us)

@@ -32,7 +32,7 @@ def to_ddp(plan: Plan, problem: Problem | None) -> Export:
         notes.append(f"{', '.join(odd)}: DDP sends every bucket by the library's all-reduce")
     planned_us = stand_in.predicted.iteration_us if stand_in.predicted else None
     if problem is None:
-        one_mib = _median(sizes) / MIB
+        one_mib = (sorted(sizes)[len(sizes) // 2] or 1) / MIB
         notes.append("not checked against the model's gradients, whose dtypes and sizes --profile gives")
         notes.append(f"bucket_cap_mb is the median of the plan's buckets; {NO_PRICE}")
         if odd:
@@ -51,10 +51,6 @@ def to_ddp(plan: Plan, problem: Problem | None) -> Export:
         notes.append(f"with bucket_cap_mb alone {cost(one_us - (made_us if planned_us is None else planned_us))}")
     document = {"bucket_cap_mb": one_mib, "bucket_cap_mb_list": caps_mib, "notes": [*notes, HOW]}
     return Export(text=json.dumps(document, indent=1) + "\n", document=document, notes=(*notes, HOW))
-
-
-def _median(sizes: Sequence[int]) -> int:
-    return sorted(sizes)[len(sizes) // 2] or 1
 
 
 def _best_size(problem: Problem, sizes: Sequence[int]) -> tuple[float, float]:

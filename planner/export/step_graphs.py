@@ -14,39 +14,24 @@ from runtime.errors import InputError
 from runtime.plan import Plan
 
 
-def to_graphml(plan: Plan, problem: Problem | None) -> Export:
-    """Return the step as GraphML. Raises InputError where the plan has no timeline of one step."""
-    return _export(*_step(plan))
-
-
-def to_dot(plan: Plan, problem: Problem | None) -> Export:
-    """Return the step in Graphviz's language. Raises InputError where the plan has no timeline of one step."""
-    return _export(*_step(plan), dot="step")
-
-
-def layers_to_graphml(plan: Plan, problem: Problem | None) -> Export:
-    """Return the model's layers as GraphML. Raises InputError where the profile is not given or has no inputs."""
-    return _export(*_layers(problem))
-
-
-def layers_to_dot(plan: Plan, problem: Problem | None) -> Export:
-    """Return the model's layers in Graphviz's language. Raises InputError as `layers_to_graphml`."""
-    return _export(*_layers(problem), dot="layers")
-
-
-def _step(plan: Plan) -> tuple[StepGraph, str]:
-    """Return the graph of the step, and a note on its times."""
+def export_step(plan: Plan, problem: Problem | None, dot: str = "") -> Export:
+    """Return the step as GraphML, or in Graphviz's language under the name `dot`. Raises InputError where the plan has
+    no timeline of one step.
+    """
     found = plan_graph(plan)
     if found is None:
         raise InputError(
             "$.predicted.timeline: found no timeline of one step, expected a plan by `planner optimize` whose steps do "
             "not overlap; plans with delay, late gathers or local updaters have no such graph"
         )
-    return found, "times are predicted, in microseconds; contention is in the times, and does not change with them"
+    note = "times are predicted, in microseconds; contention is in the times, and does not change with them"
+    return _export(found, note, dot)
 
 
-def _layers(problem: Problem | None) -> tuple[StepGraph, str]:
-    """Return the graph of the layers, and a note on its critical path."""
+def export_layers(plan: Plan, problem: Problem | None, dot: str = "") -> Export:
+    """Return the model's layers like `export_step`. Raises InputError where the profile is not given or has no inputs
+    of them.
+    """
     found = layer_graph((problem and problem.profile.layers) or ())
     if found is None:
         what = "none" if problem is None else "one without `inputs` of its layers"
@@ -55,13 +40,14 @@ def _layers(problem: Problem | None) -> tuple[StepGraph, str]:
             f"profile` writes; give that, or profile the job again"
         )
     all_us = sum(node.time_us for node in found.order)
-    return found, (
+    note = (
         f"times are of forward and backward; {len(found.critical_path)} of {len(found.order)} layers are on the "
         f"critical path, with {found.step_us / 1e3:.4g} of {all_us / 1e3:.4g} ms"
     )
+    return _export(found, note, dot)
 
 
-def _export(found: StepGraph, note: str, dot: str = "") -> Export:
+def _export(found: StepGraph, note: str, dot: str) -> Export:
     """Return a graph as GraphML, or in Graphviz's language under the name `dot`."""
     tasks, edges = found.attributes(), [[before.name, after.name] for before, after in found.graph.edges]
     document = {"tasks": [{"task": name, **of} for name, of in tasks.items()], "edges": edges}

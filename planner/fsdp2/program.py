@@ -198,7 +198,7 @@ class _Host:
         parts = 0
         self.gradients: list[list[tuple[int, int]]] = [[] for _ in shape.leaves]
         for weight in shape.units.weights:
-            owners = {self._owner_of(module) for module in weight.modules}
+            owners = {self.owner[_above(module, self.owner)] for module in weight.modules}
             if len(owners) > 1:
                 raise ValueError(
                     f"found the tied parameter of {' and '.join(weight.modules)} in two groups, expected one"
@@ -218,9 +218,6 @@ class _Host:
                 if place >= group.last[0]:
                     group.last = place, weight.numel * element_bytes
         self.fixed = parts + round(shape.units.state_factor * parts)
-
-    def _owner_of(self, module: str) -> int:
-        return self.owner[_above(module, self.owner)]
 
     def _hooks(self) -> tuple[list[list[str]], list[list[str]]]:
         """Return the wrapped modules that begin and end with each leaf: the outermost begins first and ends last."""

@@ -96,7 +96,7 @@ class Wrappings:
         self.known: dict[Choice, Point] = {}
 
     def plan(self, choice: Choice, *, root_freed: bool = False) -> FullyShardPlan:
-        """Return a wrapping as FSDP2 is told."""
+        """Return a wrapping as FSDP2 applies it."""
         ends = (*choice.starts[1:], len(self.units))
         groups = tuple(tuple(self.units[a:b]) for a, b in zip(choice.starts, ends, strict=True))
         names = [group[0] for group in groups]
@@ -154,17 +154,13 @@ def _holds(unit: str, module: str) -> bool:
 def with_ahead(plan: FullyShardPlan, ahead: Ahead) -> FullyShardPlan:
     """Return the wrapping with prefetches of groups in the order of forward, and its reverse."""
     names = [group[0] for group in plan.groups]
-    forward: dict[str, tuple[str, ...]] = {}
-    backward: dict[str, tuple[str, ...]] = {}
-    if ahead.forward and names:
-        forward = {name: tuple(names[at + 1 : at + 1 + ahead.forward]) for at, name in enumerate(names)}
-        forward = {name: after for name, after in forward.items() if after}
-    if ahead.backward > 1:
-        back = names[::-1]
-        backward = {name: tuple(back[at + 1 : at + 1 + ahead.backward]) for at, name in enumerate(back)}
-        backward = {name: after for name, after in backward.items() if after}
+
+    def prefetched(order: list[str], most: int) -> dict[str, tuple[str, ...]]:
+        return {name: after for at, name in enumerate(order, 1) if (after := tuple(order[at : at + most]))}
+
     return replace(
-        plan, forward_prefetch=forward, backward_prefetch=backward,
+        plan, forward_prefetch=prefetched(names, ahead.forward),
+        backward_prefetch=prefetched(names[::-1], ahead.backward) if ahead.backward > 1 else {},
         reduce_scatter_max_input_buffers=ahead.buffers if ahead.buffers > 1 else None,
     )  # fmt: skip
 

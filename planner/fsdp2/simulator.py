@@ -129,9 +129,10 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
         """Return the op after which the host begins a message."""
         return ops.add(HOST, WAIT, costs.host_us, last) if costs.host_us else last
 
+    whole = max((action.of for action in program.actions), default=0)
     for kind, group, leaf, size_bytes, among in program.actions:
         if kind == GATHER:
-            inside = bool(among) and among < _whole(program)
+            inside = bool(among) and among < whole
             lane, cost = (INSIDE, costs.gather_inside_us) if inside else (NETWORK, costs.gather_us)
             assert cost is not None
             after = gate if executor == "accelerator" else begun()
@@ -162,10 +163,6 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
         if kind == GATHER and executor == "blocking":
             last = ops.add(COMPUTE, WAIT, 0.0, gathered[group], group)
     return ops
-
-
-def _whole(program: Program) -> int:
-    return max((action.of for action in program.actions), default=0)
 
 
 def simulate(

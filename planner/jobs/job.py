@@ -137,7 +137,7 @@ def described(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _within(frame.filename, _OURS)]
     if isinstance(error, SyntaxError) or not frames:
         return text  # a syntax error says where by itself
-    theirs = [frame for frame in frames if not _in_library(frame.filename)] or frames
+    theirs = [frame for frame in frames if not in_library(frame.filename)] or frames
     return f"{text} ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})"
 
 
@@ -149,7 +149,7 @@ def _within(filename: str, folders: Iterable[Path]) -> bool:
     return any(Path(filename).is_relative_to(folder) for folder in folders)
 
 
-def _in_library(filename: str) -> bool:
+def in_library(filename: str) -> bool:
     """Return whether a file is Python's or of an installed package, in this environment or one that it adds."""
     return _within(filename, [_STDLIB]) or not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts)
 

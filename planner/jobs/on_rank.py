@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch.distributed as dist
@@ -73,14 +74,10 @@ def profile_rank(
     """
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
-    turn = 0
+    following = cycle([*batches[1:], batches[0]])
 
     def step(loss_ready: Callable[[], None]) -> None:
-        nonlocal turn
-        turn += 1
-        loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
-        loss_ready()
-        built.backward(loss)
+        built.forward_backward(next(following), loss_ready)
 
     progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
     with error_context(spec), heard():
@@ -111,13 +108,8 @@ def with_batches(
     if this_rank() == 0:
         LOGGER.info("profile: steps of a whole and of half a batch, on each rank: some seconds")
 
-    def step(of: Any, loss_ready: Callable[[], None]) -> None:
-        loss = built.loss(built.model, of)
-        loss_ready()
-        built.backward(loss)
-
     with joined(None, timeout_s) as world:
-        bench = Bench(world, built.device, progress)
+        bench, step = Bench(world, built.device, progress), built.forward_backward
         training = Training(built.model, partial(step, batch), built.optimizer)
         samples, by_rank = measure_batches(training, step, batch, built.job.batch_samples, compute.step_us, bench)
     if not samples:
@@ -238,13 +230,7 @@ def train_rank(
     return trainer.close()
 
 
-def train_rank_locally(
-    spec: str,
-    plan: Plan,
-    course: Course,
-    device: str,
-    timeout_s: float | None = None,
-) -> RankRun:
+def train_rank_locally(spec: str, plan: Plan, course: Course, device: str, timeout_s: float | None = None) -> RankRun:
     """Train a job with local updaters on this rank: the steps are minibatches, over all of its updaters."""
     assert plan.local_async is not None
     blocks = plan.local_async.blocks is not None

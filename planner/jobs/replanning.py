@@ -30,7 +30,6 @@ from planner.documents.profile import (
     Cluster,
     ComputeProfile,
     Contention,
-    Gradient,
     OperatorProfile,
     Profile,
     ProfileWorld,
@@ -39,17 +38,15 @@ from planner.documents.profile import (
 )
 from planner.model.codecs import BY_NAME
 from planner.profile.bench import Bench, fit
-from planner.profile.compute import RankTimes, busy_times_us, combine, matrix_of, rank_times
+from planner.profile.compute import RankTimes, busy_times_us, combine, gradient_of, rank_times
 from planner.profile.links import Limits, measure_queued
 from planner.profile.operator_times import operators_of_run
 from planner.profile.step import decided_by_first, refuse_alike
 from runtime.checks.modes import asked_modes
-from runtime.checks.plan import dtype_name
 from runtime.errors import InputError
 from runtime.monitor.drift import bucket_times, complete, measured_times, predicted_times
 from runtime.plan import Plan, UpdatePlan
 from runtime.plan.combinations import SHARED_OPERATOR, reason_against
-from runtime.plan.names import layer_of
 
 if TYPE_CHECKING:
     from runtime.session.session import Session
@@ -320,18 +317,7 @@ def _compute(
         seen = combine(ranks, planned)
         names = {gradient.name for gradient in seen.gradients}
         # Parameters that the last steps have not used close the last bucket, so that nothing waits for them.
-        unseen = tuple(
-            Gradient(
-                name=name,
-                layer=layer_of(name),
-                numel=p.numel(),
-                dtype=dtype_name(p.dtype),
-                backward_us=0.0,
-                matrix=matrix_of(p),
-            )
-            for name, p in planned.items()
-            if name not in names
-        )
+        unseen = tuple(gradient_of(name, one, 0.0) for name, one in planned.items() if name not in names)
         return replace(
             seen,
             update_us=_update_us(session, old, operator, seen.update_us),

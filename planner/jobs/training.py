@@ -111,6 +111,12 @@ class BuiltJob:
         with attribute_user_errors(f"{self.spec}: loss.backward(){ddp}"):
             loss.backward()
 
+    def forward_backward(self, batch: Any, loss_ready: Callable[[], None]) -> None:
+        """Run forward and backward of the model, and call `loss_ready` between them."""
+        loss = self.loss(self.model, batch)
+        loss_ready()
+        self.backward(loss)
+
     def train(self, batch: Any, forward: nn.Module | None = None, optimizer: Optimizers | None = None) -> Tensor:
         """Make one training step and return its loss.
 

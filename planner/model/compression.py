@@ -50,12 +50,11 @@ def ratio_of_steps(steps: float) -> float:
     return max(1.0, math.cbrt(steps))
 
 
-def check_max_ratio(value: float, where: str = "--max-ratio") -> float:
+def check_max_ratio(value: float) -> float:
     """Return a largest ratio. Raises InputError where it is none."""
     if not (math.isfinite(value) and 1.0 <= value <= MAX_RATIO):
-        raise InputError(
-            f"{where}: found {value:g}, expected a number from 1 (nothing is left out) up to {MAX_RATIO:g}, such as 250"
-        )
+        expected = f"a number from 1 (nothing is left out) up to {MAX_RATIO:g}, such as 250"
+        raise InputError(f"--max-ratio: found {value:g}, expected {expected}")
     return value
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby, zip_longest
-from operator import add
-from typing import Any
+from operator import add, sub
 
 import numpy as np
 
@@ -58,6 +57,10 @@ class OperatorCosts:
     """Work of an owner before it calls the operator; empty: none."""
     inside: tuple[int, Curve] | None = None
     """Number of ranks of a node, and the time of an all-gather inside of one; None: all gather every message."""
+    kinds: tuple[int, ...] = ()
+    """Shape and group of each matrix, by number: an owner computes those of one message as a stack; empty: none."""
+    saved_us: tuple[float, ...] = ()
+    """Time that each matrix of a stack saves, but the first; 0: none is made of its kind."""
 
     @classmethod
     def of(cls, problem: Problem) -> OperatorCosts | None:
@@ -73,6 +76,7 @@ class OperatorCosts:
         # The step calls operators in the order of registration, which is about the reverse of readiness.
         names = tuple(name for name in reversed(sizes) if name in listed)
         apply_us = tuple(rest_us * sizes[name] / all_bytes for name in names)
+        saved_us = tuple(listed[name].saved_us for name in names)
         return cls(
             names=names,
             operator_us=tuple(listed[name].operator_us for name in names),
@@ -85,6 +89,8 @@ class OperatorCosts:
             compute_slowed=problem.contention.compute if problem.contended else 1.0,
             before_us=tuple(listed[name].before_us for name in names),
             inside=None if node is None else (problem.cost.cluster.ranks_per_node, node.gather.curve),
+            kinds=tuple(profile.shapes.index(listed[name]) for name in names) if any(saved_us) else (),
+            saved_us=saved_us,
         )
 
     @property
@@ -96,10 +102,14 @@ class OperatorCosts:
         """Ranks that share a message's matrices, and the time of its all-gather: all ranks, and those of a node."""
         return (self.ranks, self.curve), *((self.inside,) if self.inside else ())
 
+    def scope(self, inside: bool) -> tuple[int, Curve]:
+        """Return the one of `scopes` of a message that goes to all ranks or stays inside of nodes."""
+        return self.scopes[-1] if inside else self.scopes[0]
+
     @cached_property
     def of_node(self) -> OperatorCosts:
         """Costs of one node by itself, where messages may stay inside of nodes."""
-        ranks, curve = self.scopes[True]
+        ranks, curve = self.scope(inside=True)
         return replace(self, ranks=ranks, curve=curve, inside=None)
 
     @cached_property
@@ -121,7 +131,7 @@ class OperatorCosts:
         """Return the gathered bytes of each message: from each rank as many as the most that one of them has."""
         sizes = []
         for number, members in enumerate(shares.messages):
-            ranks, _ = self.scopes[number in shares.inside]
+            ranks, _ = self.scope(number in shares.inside)
             own = [0] * ranks
             for matrix in members:
                 own[shares.owners[matrix]] += self.result_bytes[matrix]
@@ -134,22 +144,35 @@ class OperatorCosts:
         if not len(sizes):
             return []
         times_us = self.curve(sizes)
+        _, curve = self.scope(inside=True)
         for number in shares.inside:
-            times_us[number] = self.scopes[True][1](sizes[number : number + 1])[0]
+            times_us[number] = curve(sizes[number : number + 1])[0]
         found: list[float] = (times_us * self.slowed).tolist()
         return found
+
+    def stacks(self, shares: OperatorShares) -> list[list[int]]:
+        """Return the matrices of each stack."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for number, members in enumerate(shares.messages if self.kinds else ()):
+            for i in members:
+                if self.saved_us[i]:
+                    found.setdefault((number, shares.owners[i], self.kinds[i]), []).append(i)
+        return [stack for stack in found.values() if len(stack) > 1]
 
     def update(self, shares: OperatorShares) -> SharedUpdate:
         """Return the times of an update with these owners and messages."""
         if shares.inside and len(shares.inside) == len(shares.messages):  # every node alike
             return self.of_node.update(replace(shares, inside=()))
-        done, free_us, busy = [0.0] * self.ranks, [0.0, 0.0], list[tuple[float, float]]()
+        done, free_us, busy = [0.0] * self.ranks, {True: 0.0, False: 0.0}, list[tuple[float, float]]()
         arrival: dict[int, float] = {}
+        stacked = {matrix for stack in self.stacks(shares) for matrix in stack[1:]}
         for number, (members, time_us) in enumerate(zip(shares.messages, self.gathers_us(shares), strict=True)):
             inside = number in shares.inside
-            work_us = [0.0] * self.scopes[inside][0]
+            ranks, _ = self.scope(inside)
+            work_us = [0.0] * ranks
             for matrix in members:
-                work_us[shares.owners[matrix]] += self.owner_us[matrix]
+                saved_us = self.saved_us[matrix] if matrix in stacked else 0.0
+                work_us[shares.owners[matrix]] += self.owner_us[matrix] - saved_us
             everyone = work_us * (self.ranks // len(work_us))  # every node alike, if inside
             if busy:
                 done = [self._computed(*one, busy) for one in zip(done, everyone, strict=True)]
@@ -190,7 +213,8 @@ class OperatorCosts:
     def bound_us(self) -> float:
         """Lower bound of the update over all owners and messages."""
         rest_us = sum(self.apply_us) + self.last_us
-        return min(self.unshared_us, max(self._relaxed_us(rest_us), self._counted_us(rest_us)))
+        least = replace(self, operator_us=tuple(map(sub, self.operator_us, self.saved_us))) if self.kinds else self
+        return min(self.unshared_us, max(least._relaxed_us(rest_us), least._counted_us(rest_us)))
 
     def _counted_us(self, rest_us: float) -> float:
         """Lower bound of the update by counting: of the k · ranks + 1 longest operators, k + 1 are on one rank, which
@@ -263,13 +287,10 @@ def _with_interval(busy: Sequence[tuple[float, float]], start_us: float, end_us:
     return sorted([*(one for one in busy if one not in over), joined])
 
 
+@lru_cache(maxsize=16)
 def operator_costs(problem: Problem) -> OperatorCosts | None:
     """Return the costs of the operators of a problem, computed once for each."""
-    known: Any = vars(problem)
-    if "_operator_costs" not in known:
-        known["_operator_costs"] = OperatorCosts.of(problem)
-    found: OperatorCosts | None = known["_operator_costs"]
-    return found
+    return OperatorCosts.of(problem)
 
 
 def operator_sizes(problem: Problem) -> tuple[int, int]:
@@ -302,19 +323,15 @@ def defect(shares: OperatorShares, sizes: tuple[int, int], ranks: int) -> str | 
 
 def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str]:
     """Return what the reader of a plan should know about operators; nothing where there are none."""
-    optimizer = problem.profile.compute.optimizer
+    optimizer, profile = problem.profile.compute.optimizer, problem.profile.compute.operator
     if updates is not None and updates.step is not None and updates.step.sharded:
         return []
-    if optimizer is not None and optimizer.unit == "matrix" and problem.profile.compute.operator is None:
+    if optimizer is not None and optimizer.unit == "matrix" and profile is None:
         return [
             f"{optimizer.name}: every rank repeats its work on whole matrices, which owners cannot compute in a "
             f"drop-in plan: it names no operator without state; --allow sharded-step lets owners update them"
         ]
-    plan, costs, profile = (
-        updates.operator if updates else None,
-        operator_costs(problem),
-        problem.profile.compute.operator,
-    )
+    plan, costs = updates.operator if updates else None, operator_costs(problem)
     if plan is None or costs is None or profile is None or plan.replicated_us is None:
         return []
     origin = f" ({profile.estimated})" if profile.estimated else ""
@@ -327,17 +344,13 @@ def describe_operators(problem: Problem, updates: UpdatePlan | None) -> list[str
     left = costs.count - len(plan.owners)
     kept = f", {left} small ones on all ranks" if left else ""
     near = f", {len(plan.inside)} of them inside nodes" if plan.inside else ""
+    stacks = f", {len(plan.batched)} of them in stacks of equal shapes, with equal bits" if plan.batched else ""
     gap = (plan.shared_us or 0.0) / plan.bound_us - 1.0 if plan.bound_us else 0.0
     return [
-        f"{every}; owners compute {len(plan.owners)}{kept}, results come in "
+        f"{every}; owners compute {len(plan.owners)}{kept}{stacks}, results come in "
         f"{pluralize(len(plan.messages), 'message')} ({ms(plan.gather_us or 0.0)}{near}): the update takes "
         f"{ms(plan.shared_us or 0.0)}, at most {max(0.0, gap):.1%} above the least possible"
     ]
-
-
-def updated_by(costs: OperatorCosts, shares: OperatorShares | None) -> float:
-    """Return the time of the update with these shares; None: every rank computes all."""
-    return costs.unshared_us if shares is None else costs.update(shares).update_us
 
 
 def shares_of(problem: Problem, plan: OperatorPlan | None) -> OperatorShares | None:

@@ -10,7 +10,7 @@ operator's results itself, these are gathered, and the rest is every rank's own,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,28 +35,18 @@ def work_us(problem: Problem) -> list[float]:
     return _divided(problem)[0]
 
 
+@lru_cache(maxsize=16)
+def applied_bytes(problem: Problem) -> dict[str, int]:
+    """Return the bytes of each update that is gathered in place of weights, by gradient."""
+    profile, costs = problem.profile.compute.operator, operator_costs(problem)
+    named = zip(costs.names, costs.result_bytes, strict=True) if costs and profile and profile.applied else ()
+    sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
+    return {name: size for name, size in named if size < sizes[name]}
+
+
+@lru_cache(maxsize=16)
 def _divided(problem: Problem, updates: bool = True) -> tuple[list[float], float]:
     """Return the time of each gradient's update on its owner, and of every rank's to apply `updates`, if it does."""
-    known: Any = vars(problem)
-    if (key := f"_work_us_{updates}") not in known:
-        known[key] = _work_us(problem, applied_bytes(problem) if updates else {})
-    found: tuple[list[float], float] = known[key]
-    return found
-
-
-def applied_bytes(problem: Problem) -> dict[str, int]:
-    """Return the bytes of each update that is gathered in place of weights, by gradient; computed once a problem."""
-    known: Any = vars(problem)
-    if "_applied_bytes" not in known:
-        profile, costs = problem.profile.compute.operator, operator_costs(problem)
-        named = zip(costs.names, costs.result_bytes, strict=True) if costs and profile and profile.applied else ()
-        sizes = {gradient.name: gradient.size_bytes for gradient in problem.profile.compute.gradients}
-        known["_applied_bytes"] = {name: size for name, size in named if size < sizes[name]}
-    found: dict[str, int] = known["_applied_bytes"]
-    return found
-
-
-def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float], float]:
     gradients, costs = problem.profile.compute.gradients, operator_costs(problem)
     if costs is None:
         whole = set(whole_gradients(problem))
@@ -64,6 +54,7 @@ def _work_us(problem: Problem, applied: Mapping[str, int]) -> tuple[list[float],
         parts = np.array([float(one.numel * factor) for one, factor in zip(gradients, factors, strict=True)])
         divided: list[float] = (parts * (problem.update_us / max(1.0, float(parts.sum())))).tolist()
         return divided, 0.0
+    applied = applied_bytes(problem) if updates else {}
     operators = dict(zip(costs.names, costs.operator_us, strict=True))
     rest_us = max(0.0, problem.update_us - costs.replicated_us) / max(1, int(problem.size_bytes.sum()))
     own_us = [
@@ -76,9 +67,7 @@ def loads_us(problem: Problem, owners: Sequence[int], *, updates: bool = True) -
     """Return the time of each rank's update; `updates`: those in 16 bits are gathered, and applied by every rank."""
     times_us, applied_us = _divided(problem, updates)
     even_us = sum(time_us for time_us, owner in zip(times_us, owners, strict=True) if owner < 0) / problem.ranks
-    owned = [(time_us, owner) for time_us, owner in zip(times_us, owners, strict=True) if owner >= 0]
-    loads = loads_of([time_us for time_us, _ in owned], [owner for _, owner in owned], problem.ranks)
-    return [applied_us + even_us + load for load in loads]
+    return [applied_us + even_us + load for load in loads_of(times_us, owners, problem.ranks)]
 
 
 def longest_us(problem: Problem) -> list[float]:
@@ -160,8 +149,7 @@ def costs_us(
 def largest_share(problem: Problem, owners: Sequence[int]) -> float:
     """Return the largest part of all elements, and so about of the optimizer's state, that one rank has."""
     sizes: list[float] = problem.size_bytes.tolist()
-    own = [(size, owner) for size, owner in zip(sizes, owners, strict=True) if owner >= 0]
-    loads = loads_of([size for size, _ in own], [owner for _, owner in own], problem.ranks)
+    loads = loads_of(sizes, owners, problem.ranks)
     return (max(loads) + (sum(sizes) - sum(loads)) / problem.ranks) / max(1.0, sum(sizes))
 
 

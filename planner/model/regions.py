@@ -96,13 +96,11 @@ def is_whole(compute: ComputeProfile) -> bool:
     return len(compute.gradients) > 2 and late > NEARLY_ALL * len(compute.gradients)
 
 
-def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profile | None:
+def with_assumed_cuts(profile: Profile) -> Profile | None:
     """Return the profile with a place for a cut at each block by the names of gradients, or at some of the layers where
     no name has a number; itself where cuts were measured, None where no block is behind another.
 
-    Args:
-        profile: where all its gradients are ready at once, backward is assumed to go by elements.
-        cut_us: time that each cut adds to forward, and again to backward, in microseconds.
+    Where all its gradients are ready at once, backward is assumed to go by elements.
     """
     compute = profile.compute
     if compute.compiled is not None:
@@ -120,7 +118,7 @@ def with_assumed_cuts(profile: Profile, cut_us: float = ASSUMED_CUT_US) -> Profi
     if not cuts:
         return None
     cuts = cuts[-MAX_CUTS:] if numbered else cuts[:: -(-len(cuts) // MOST_LAYERS)]
-    cuts = tuple(replace(cut, forward_us=cut_us, backward_us=cut_us) for cut in cuts)
+    cuts = tuple(replace(cut, forward_us=ASSUMED_CUT_US, backward_us=ASSUMED_CUT_US) for cut in cuts)
     compiled = CompiledProfile(backend=ASSUMED, cuts=cuts)
     return replace(profile, compute=replace(compute, gradients=tuple(gradients), compiled=compiled))
 

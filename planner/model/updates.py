@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.ir import Schedule
 from planner.model.norms import most_saved_us, saved_us
-from planner.model.operator_costs import operator_costs, updated_by
+from planner.model.operator_costs import operator_costs
 from planner.model.problem import Problem
 
 
@@ -14,7 +14,7 @@ def update_us(problem: Problem, schedule: Schedule) -> float:
         return problem.update_us
     saved = saved_us(problem, schedule.norms)
     if schedule.operators is not None and (costs := operator_costs(problem)) is not None:
-        saved += costs.unshared_us - updated_by(costs, schedule.operators)
+        saved += costs.unshared_us - costs.update(schedule.operators).update_us
     return max(0.0, problem.update_us - saved)
 
 

@@ -22,7 +22,8 @@ from planner.passes.outer import Outer
 from planner.strategies.baselines import CAPS_MIB
 from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
-from runtime.plan import Accuracy, OperatorPlan, Plan, UpdatePlan, parse_plan
+from runtime.plan import Accuracy, Plan, parse_plan
+from runtime.plan.executed import executed_digest
 
 POLL_S = 0.5
 """Least time between two questions of ranks for rank 0's plan."""
@@ -112,8 +113,8 @@ class Candidates:
             f"{described(plan)} is predicted to take {run.ms(predicted_us):.2f} ms a step, the present one "
             f"{run.ms(present_us):.2f} ms"
         )
-        if digest_of(plan) in tried:
-            same = digest_of(plan) == digest_of(run.present)
+        if executed_digest(plan) in tried:
+            same = executed_digest(plan) == executed_digest(run.present)
             run.tell(f"{words}: it {'is the present one' if same else 'has been tried'}", aloud=reports)
             if same and run.present.predicted is not None and run.present.predicted.extrapolated:
                 run.switch(plan)  # the same buckets, with what was measured here
@@ -179,17 +180,3 @@ def described(plan: Plan) -> str:
     encoded = f", {len(narrow)} of them in {dtypes}," if narrow else ""
     outer = f", averaged every {plan.outer.every} steps," if plan.outer else ""
     return f"a plan of {pluralize(len(plan.buckets), 'bucket')}{encoded}{outer}"
-
-
-def digest_of(plan: Plan) -> str:
-    """Equal for plans that do the same, whatever they predict."""
-    buckets = tuple(replace(bucket, reason=None, size_bytes=None) for bucket in plan.buckets)
-    operator = plan.updates.operator if plan.updates else None
-    owned = None
-    if operator is not None and operator.owners:
-        owned = OperatorPlan(owners=operator.owners, gathers=operator.gathers, inside=operator.inside)
-    steps = plan.updates if plan.sharded else UpdatePlan(operator=owned) if owned else None
-    return Plan(
-        model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,
-        phase_order=plan.phase_order, outer=plan.outer, cuts=plan.cuts,
-    ).digest()  # fmt: skip

@@ -19,7 +19,7 @@ from planner.passes.joint import DEFAULT_COMPRESS, check_compress, compress_of
 from planner.profile.measuring import count_nodes
 from runtime.checks.attach import ModelFacts
 from runtime.comm.world import RankInfo, World
-from runtime.core.compiled import CompileOptions
+from runtime.core.compiled import compile_identity
 from runtime.core.options import CompileArgument
 from runtime.errors import CacheWarning, InputError
 from runtime.optimizers.kinds import inner_optimizer
@@ -102,7 +102,7 @@ class Opener:
             device="cpu" if cpu else torch.cuda.get_device_name(facts.device), cores=os.cpu_count() or 0,
             torch=torch.__version__, planner=__version__, accuracy=self.planned_accuracy, allow=self.allow,
             optimizer=_class_name(self.optimizer),
-            compile=None if self.compile is None else CompileOptions.of(self.compile).identity,
+            compile=compile_identity(self.compile),
         )  # fmt: skip
         cache = found = other = None
         if world.rank == 0 and world.ranks > 1:

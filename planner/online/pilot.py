@@ -17,7 +17,7 @@ from planner.documents.profile import Contention, Profile
 from planner.documents.text import pluralize
 from planner.ir import GAIN
 from planner.model.problem import make_problem
-from planner.online.candidates import Candidates, digest_of
+from planner.online.candidates import Candidates
 from planner.online.ddp import ddp_plan, in_dtype
 from planner.online.measuring import (
     Overlap,
@@ -43,6 +43,7 @@ from planner.online.planned_run import (
 )
 from planner.online.trials import Trials
 from runtime.plan import Plan
+from runtime.plan.executed import executed_digest
 from runtime.session.session import Session
 from runtime.torch_compat import is_compiled
 
@@ -199,7 +200,7 @@ class Pilot:
         there = pluralize(run.opening.measured_on or 0, "rank")
         text = f"measured by an earlier run on {there}, extrapolated to {key.ranks}, until it is measured here"
         run.tell(text, aloud=True)
-        plan = yield from self._candidates.decide(scaled, {digest_of(run.present)})
+        plan = yield from self._candidates.decide(scaled, {executed_digest(run.present)})
         if plan is not None:
             yield from run.wait(max(0, WARM_UP_STEPS - run.session.step))
             yield from self._trials.try_plan(plan)
@@ -255,7 +256,7 @@ class Pilot:
         early = yield from self._try_narrow(first)
         samples, costs = yield from measure_run(run, first, narrow=self._looks_at_narrow)
         run.session._recorder.each_gradient = run.session._recorder.clock.cheap
-        tried = {digest_of(run.present)}
+        tried = {executed_digest(run.present)}
         self._candidates.begin()
         contention: Contention | None = None
         seen: list[Seen] = []
@@ -268,7 +269,7 @@ class Pilot:
             plan = yield from self._candidates.decide(measured, tried)
             if plan is None or run.opening.way == "report":
                 break
-            tried.add(digest_of(plan))
+            tried.add(executed_digest(plan))
             found = yield from self._trials.try_plan(plan)
             seen += found
             if not found or (slowed := find_contention(seen, costs.all_reduce)) is None:
@@ -287,8 +288,8 @@ class Pilot:
         if run.opening.way == "auto":
             fallback = replace(run.present, baselines=None, scaling=None, sources=None, notes=())
             for plan in (bounded, None if run.harmed else early, relaxed):
-                if plan is not None and digest_of(plan) not in tried:
-                    tried.add(digest_of(plan))
+                if plan is not None and executed_digest(plan) not in tried:
+                    tried.add(executed_digest(plan))
                     yield from self._trials.try_plan(replace(plan, fallback=fallback))
             # What wins more than the simulator errs wins over other sizes, too.
             if self._candidates.off > FAR_OFF and run.present.outer is None and not run.present.sharded:

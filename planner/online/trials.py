@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from planner.ir import ACCURACIES, GAIN
 from planner.jobs.replanning import with_operators
-from planner.online.candidates import Candidates, digest_of
+from planner.online.candidates import Candidates
 from planner.online.ddp import in_dtype, region_plans
 from planner.online.measuring import SAVED_SHARE, Overlap, Seen, median_overlap, observe, sizes_of
 from planner.online.planned_run import TRIAL_STEPS, PlannedRun, Steps, called
@@ -18,6 +18,7 @@ from runtime.core.compiled import default_cuts
 from runtime.monitor.trial import Rounds, block_of, trial_steps
 from runtime.monitor.verdict import BLOCK_STEPS, Verdict
 from runtime.plan import Plan
+from runtime.plan.executed import executed_digest
 from runtime.plan.transports import NATIVE, TWO_SHOT, Transport, transport_of
 
 COMPILE_BUDGET = 0.05
@@ -114,14 +115,14 @@ class Trials:
             form = (widest.compressor.dtype or "", transport_of(widest.collective, widest.algorithm))
             # Their predictions err by what encoding takes while the model computes.
             others = {count: (self._in_form(plan, form), 1.0) for count, (plan, _) in others.items()}
-        others = {count: other for count, other in others.items() if digest_of(other[0]) not in tried}
+        others = {count: other for count, other in others.items() if executed_digest(other[0]) not in tried}
         sizes = climb({count: ratio for count, (_, ratio) in others.items()}, len(run.present.buckets), off)
         why = f"the simulator was {off:.0%} off here: other sizes of buckets are tried"
         yield from self._climb({count: plan for count, (plan, _) in others.items()}, sizes, why)
-        tried |= {digest_of(plan) for plan, _ in others.values()} | {digest_of(run.present)}
+        tried |= {executed_digest(plan) for plan, _ in others.values()} | {executed_digest(run.present)}
         for form in FORMS if narrow else ():
-            if digest_of(plan := self._in_form(run.present, form)) not in tried:
-                tried.add(digest_of(plan))
+            if executed_digest(plan := self._in_form(run.present, form)) not in tried:
+                tried.add(executed_digest(plan))
                 yield from self.try_plan(plan)
 
     def _in_form(self, plan: Plan, form: tuple[str, Transport]) -> Plan:

@@ -128,10 +128,10 @@ def check_compress(names: str, where: str = "--compress") -> Codecs:
     return allowed
 
 
-def check_max_rank(value: int, where: str = "--max-rank") -> int:
+def check_max_rank(value: int) -> int:
     """Return the largest rank allowed. Raises InputError where it is none."""
     if not isinstance(value, int) or not 1 <= value <= LARGEST_RANK:
-        raise InputError(f"{where}: found {value!r}, expected a whole number from 1 to {LARGEST_RANK}, such as 4")
+        raise InputError(f"--max-rank: found {value!r}, expected a whole number from 1 to {LARGEST_RANK}, such as 4")
     return value
 
 

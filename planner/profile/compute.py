@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -208,9 +209,8 @@ def measure_compute(training: Training, bench: Bench, phases: Phases) -> list[Ra
     Repeats that differ much are made again, and those that differ least count. The budget begins after the first ones.
     """
     world, progress = bench.world, bench.progress
-    runner = StepRunner(training, bench, _make_communicator(bench, training))
     found: list[list[RankTimes]] = []
-    try:
+    with closing(StepRunner(training, bench, _make_communicator(bench, training))) as runner:
         each_s = spent_s = 0.0
         for _ in progress.track(range(WARM_UP_STEPS), "warm-up"):
             if spent_s > WARM_UP_S:
@@ -232,23 +232,18 @@ def measure_compute(training: Training, bench: Bench, phases: Phases) -> list[Ra
             if spread <= STEADY or len(found) == MOST_TIMES or len(found) * repeats * each_s > allowed_s:
                 break
             phases.say(f"the quartiles of steps are {spread:.0%} apart: {repeats} more, {repeats * each_s:.0f} s")
-    finally:
-        runner.close()
     return min(found, key=spread_of)
 
 
 def measure_again(training: Training, bench: Bench, steps: int) -> list[RankTimes]:
     """Return every rank's times of a few steps, a part of which warm up: of a form of the model."""
-    runner = StepRunner(training, bench, _make_communicator(bench, training))
-    try:
+    with closing(StepRunner(training, bench, _make_communicator(bench, training))) as runner:
         warm_up = min(WARM_UP_STEPS, steps // 3)
         for _ in range(warm_up):
             runner.run()
         marks = [runner.run() for _ in range(steps - warm_up)]
         mine = rank_times(marks, runner.session.plan.gradients, runner.clock)
         return bench.world.gather(mine, "comparing times of another form of the step")
-    finally:
-        runner.close()
 
 
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:
@@ -299,6 +294,14 @@ def matrix_of(parameter: torch.Tensor) -> tuple[int, int] | None:
     return (rows, columns) if min(rows, columns) > 1 else None
 
 
+def gradient_of(name: str, parameter: torch.Tensor, backward_us: float, spread_us: float | None = None) -> Gradient:
+    """Return what a profile says of a parameter's gradient."""
+    return Gradient(
+        name=name, layer=layer_of(name), numel=parameter.numel(), dtype=dtype_name(parameter.dtype),
+        backward_us=backward_us, spread_us=spread_us, matrix=matrix_of(parameter),
+    )  # fmt: skip
+
+
 def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
     """Make one profile of all ranks' times, gradients in order of readiness.
 
@@ -320,17 +323,8 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
     before_us = forward_us
     for name in sorted(ready_us, key=lambda name: (ready_us[name], order[name])):
         at_us = max(before_us, ready_us[name])
-        gradients.append(
-            Gradient(
-                name=name,
-                layer=layer_of(name),
-                numel=parameters[name].numel(),
-                dtype=dtype_name(parameters[name].dtype),
-                backward_us=_round(at_us - before_us),
-                spread_us=_round(_spread(everywhere[name])),
-                matrix=matrix_of(parameters[name]),
-            )
-        )
+        spread_us = _round(_spread(everywhere[name]))
+        gradients.append(gradient_of(name, parameters[name], _round(at_us - before_us), spread_us))
         before_us = at_us
     ends_us = _latest([rank.backward_end_us for rank in ranks])
     steps_us = step_times_us(ranks)

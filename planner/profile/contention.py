@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,10 +35,11 @@ LEAST_ROUNDS = (3, 2, 1)
 a single size."""
 PROBING = 0.25
 """Share of the budget for finding out how long messages take."""
-STEPS_PER_SIZE = 2.5
-"""Time of a size in a round, in steps: messages alone, then a step that they slow down."""
-SHARE = 0.8
-"""Part of backward that the messages are meant to fill if nothing slows them."""
+STEPS_PER_SIZE = 3.5
+"""Time of a size in a round, in steps: messages alone, then a step that they slow down, and its last messages."""
+SHARE = 2.0
+"""Time of the messages if nothing slows them, over backward's, so that they usually outlast it: of what is left of it
+behind the last message, a short part would say how much was done before."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
 KINDS = {ALL_REDUCE: LIBRARY, ALL_GATHER: FLAT}
@@ -134,8 +136,7 @@ def measure_contention(
     if not sizes:
         return {}
     flood = _Flood(bench)
-    runner = StepRunner(training, bench, flood)
-    try:
+    with closing(StepRunner(training, bench, flood)) as runner:
         fitting = _fitting(flood, runner.clock, backward_us, compute.size_bytes, kinds, budget_s * PROBING)
         chosen = spread_evenly(fitting, sizes)
         if not chosen:
@@ -147,8 +148,6 @@ def measure_contention(
         round_s = max(world.gather(time.perf_counter() - started, "timing a round"))
         repeats = int(min(MAX_ROUNDS, max(1, budget_s / max(round_s, 1e-9))))
         rounds += [_round(runner, flood, chosen) for _ in bench.progress.track(range(repeats - 1), "contention")]
-    finally:
-        runner.close()
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
     found: dict[str, tuple[SizeFactors, ...]] = {}
     for index, (kind, size_bytes, _) in enumerate(chosen):

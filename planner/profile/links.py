@@ -301,11 +301,6 @@ def make_shard(bench: Bench, size_bytes: int) -> Shard:
     return Shard(lay_out(slots)[0], bench.world.rank, bench.world.ranks)
 
 
-def _group(bench: Bench) -> dist.ProcessGroup:
-    assert bench.world.group is not None
-    return bench.world.group
-
-
 def _finish(phases: Iterable[dist.Work]) -> None:
     for work in phases:
         work.wait()
@@ -313,22 +308,22 @@ def _finish(phases: Iterable[dist.Work]) -> None:
 
 def _reduce_scatter(bench: Bench, size_bytes: int) -> Run:
     """Return a push of gradients, as plans with delay do it: libraries' own can take several times as long."""
-    shard, group = make_shard(bench, size_bytes), _group(bench)
-    return lambda: _finish(shard.phases(group))
+    shard = make_shard(bench, size_bytes)
+    return lambda: _finish(shard.phases(bench.world.process_group))
 
 
 def _scatter(bench: Bench, size_bytes: int) -> Run:
     """Return a reduce-scatter as intra-node phases do it."""
-    vector, group = torch.zeros(max(1, size_bytes // 4), device=bench.device), _group(bench)
+    vector = torch.zeros(max(1, size_bytes // 4), device=bench.device)
     first, last = bounds(vector.numel(), bench.world.ranks, bench.world.rank)
     received, summed = vector.new_zeros(bench.world.ranks, last - first), vector.new_zeros(last - first)
-    return lambda: _finish(reduce_scatter(vector, received, summed, group))
+    return lambda: _finish(reduce_scatter(vector, received, summed, bench.world.process_group))
 
 
 def _all_gather(bench: Bench, size_bytes: int) -> Run:
     whole, part = _whole_and_part(bench, size_bytes)
-    part, group = part.clone(), _group(bench)
-    return lambda: _finish(gather(whole, part, group))
+    part = part.clone()
+    return lambda: _finish(gather(whole, part, bench.world.process_group))
 
 
 def _whole_and_part(bench: Bench, size_bytes: int) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,14 @@
 
 Timed on all ranks at once, as every rank computes all of them, on the matrix that the optimizer's step gives to the
 operator: of the first parameter of each shape, after the measured steps. Other ranks wait for the straggler, so the
-slowest rank's time counts. What an owner runs before the operator is timed by itself.
+slowest rank's time counts. What an owner runs before the operator is timed by itself, so is a stack of as many matrices
+as each rank has of a shape, where operators take it, with equal bits.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,12 @@ from runtime.checks.optimizer import names_of
 from runtime.comm.world import World
 from runtime.optimizers.kinds import Optimizers, each_of
 from runtime.optimizers.shared_operator import SharedOperator
-from runtime.optimizers.units import Operator, operator_of
+from runtime.optimizers.units import Operator, operator_of, stack_difference
 from runtime.session.session import Session
 
 WARM_UPS, REPEATS = 1, 7
+MOST_STACKED_BYTES = 64 * 2**20
+"""Bytes of the matrices of a stack that is timed: there is less to save with larger ones, and they take memory."""
 OF_NO_TIME = ("params", "lr", "initial_lr", "weight_decay")
 """Options of groups that no operator takes longer for."""
 
@@ -56,37 +59,61 @@ def measure_operators(training: Training, bench: Bench, compute: ComputeProfile)
     found = with_operator(training.optimizer)
     timed = {gradient.name for gradient in compute.gradients}
     names: dict[Tensor, str] = {parameter: name for name, parameter in training.parameters.items() if name in timed}
-    alone = {id(one): SharedOperator(one, operator, names, World()) for one, operator in found}
-    operators = {id(one): operator for one, operator in found}
-    forms: dict[Form, list[str]] = {}
-    runs: list[partial[Tensor]] = []
+    operators = {id(one): (operator, SharedOperator(one, operator, names, World())) for one, operator in found}
+    forms: dict[Form, dict[int, list[str]]] = {}
+    firsts: list[tuple[Operator, Tensor, dict[str, Any]]] = []
     begins: list[partial[Tensor | None]] = []
     for form, parameter, group in _members((one for one, _ in found), names):
-        matrix = _matrix(alone[form[0]], parameter, group)
+        operator, alone = operators[form[0]]
+        matrix = _matrix(alone, parameter, group)
         if matrix is None:  # also of a shape that others have
             continue
         if form not in forms:
-            runs.append(partial(operators[form[0]].compute, matrix, group))
-            begins.append(partial(_matrix, alone[form[0]], parameter, group))
-            forms[form] = []
-        forms[form].append(names[parameter])
-    if not runs:
+            firsts.append((operator, matrix, group))
+            begins.append(partial(_matrix, alone, parameter, group))
+        forms.setdefault(form, {}).setdefault(id(group), []).append(names[parameter])
+    if not forms:
         return None
     with torch.no_grad():
+        runs = [partial(operator.compute, matrix, group) for operator, matrix, group in firsts]
         results = [run() for run in runs]
-        times_us = median_of_slowest(bench.times_us([*runs, *begins], REPEATS, "operators of matrices", WARM_UPS))
+        stacks = _stacks(firsts, [max(map(len, of.values())) for of in forms.values()], bench.world)
+        all_runs: list[Callable[[], object]] = [*runs, *begins, *(run for run, _ in stacks.values())]
+        times_us = median_of_slowest(bench.times_us(all_runs, REPEATS, "operators of matrices", WARM_UPS)).tolist()
+    stacked_us = {
+        place: round(max(0.0, time_us - times_us[place]) / (count - 1), 3)
+        for (place, (_, count)), time_us in zip(stacks.items(), times_us[2 * len(runs) :], strict=True)
+    }
     return _profile(
         found,
         (
             OperatorShape(
-                shape=form[1], operator_us=round(float(time_us), 3), before_us=round(float(before_us), 3),
-                result_bytes=result.numel() * result.element_size(), parameters=tuple(listed),
+                shape=form[1], operator_us=round(times_us[place], 3), before_us=round(times_us[len(runs) + place], 3),
+                result_bytes=results[place].nbytes, parameters=tuple(listed), stacked_us=stacked_us.get(place),
             )
-            for (form, listed), time_us, before_us, result in zip(
-                forms.items(), times_us[: len(runs)], times_us[len(runs) :], results, strict=True
-            )
+            for place, (form, by_group) in enumerate(forms.items())
+            for listed in by_group.values()
         ),
     )  # fmt: skip
+
+
+def _stacks(
+    firsts: Iterable[tuple[Operator, Tensor, dict[str, Any]]], numbers: Iterable[int], world: World
+) -> dict[int, tuple[partial[Tensor], int]]:
+    """Return stacks of some matrices whose results have equal bits on all ranks, by their place, and how many of each
+    are in one: of as many as a group has, those of one rank.
+    """
+    mine = dict[int, tuple[partial[Tensor], int]]()
+    for place, ((operator, matrix, group), number) in enumerate(zip(firsts, numbers, strict=True)):
+        count = min(number, max(2, -(-number // world.ranks)), MOST_STACKED_BYTES // max(1, matrix.nbytes))
+        if operator.batched and count > 1 and not stack_difference(operator, [matrix] * count, [group] * count):
+            mine[place] = partial(_stacked, operator, matrix, group, count), count
+    everyone = world.gather([*mine], "comparing stacks of matrices")
+    return {place: stack for place, stack in mine.items() if all(place in of for of in everyone)}
+
+
+def _stacked(operator: Operator, matrix: Tensor, group: dict[str, Any], count: int) -> Tensor:
+    return operator.compute(torch.stack([matrix.clone() for _ in range(count)]), group)
 
 
 def _profile(found: Sequence[WithOperator], shapes: Iterable[OperatorShape]) -> OperatorProfile:

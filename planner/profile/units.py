@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -215,7 +215,7 @@ class Observer:
         over: list[float] = []
         with ExitStack() as stack:
             for path in self._paths:
-                stack.enter_context(self._watch(self._modules[path], seen[path]))
+                self._watch(self._modules[path], seen[path], stack)
             stack.callback(self._model.register_forward_hook(self._ended).remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
             self._now: _Seen | None = None
@@ -243,8 +243,7 @@ class Observer:
             self._now.activation_bytes += storage.nbytes()
         return tensor
 
-    @contextmanager
-    def _watch(self, module: nn.Module, seen: _Seen) -> Iterator[None]:
+    def _watch(self, module: nn.Module, seen: _Seen, stack: ExitStack) -> None:
         def before(_module: nn.Module, given: Any, named: Any) -> None:
             seen.begun_us.append(self.now_us())
             seen.input_requires_grad = any(tensor.requires_grad for tensor in _tensors((given, named)))
@@ -259,15 +258,8 @@ class Observer:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _grad: seen.backward_us.append(self.now_us()))
 
-        handles = (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(after).remove)
 
 
 def _tensors(value: Any) -> list[Tensor]:

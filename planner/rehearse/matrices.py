@@ -21,6 +21,7 @@ class WaitingMatrices(torch.optim.Optimizer):
     """An optimizer with the operator of a profile; it moves no weights, as orthogonalized zeros would not."""
 
     unit = "matrix"
+    batched = True
 
     def __init__(self, device: Accelerator, operator: OperatorProfile, named: Mapping[str, nn.Parameter]) -> None:
         """`named`: parameters by name, of which it takes those that the profile's operator is of."""
@@ -29,15 +30,17 @@ class WaitingMatrices(torch.optim.Optimizer):
             parameters = [named[name] for name in shape.parameters]
             item_bytes = round(shape.result_bytes / max(1, parameters[0].numel()))
             dtype = RESULTS.get(item_bytes, torch.bfloat16)
-            groups.append({"params": parameters, "operator_us": shape.operator_us, "dtype": dtype})
+            times = {"operator_us": shape.operator_us, "saved_us": shape.saved_us}
+            groups.append({"params": parameters, "dtype": dtype, **times})
         super().__init__(groups, {"lr": 1e-2})
         self._accelerator = device
         dtypes = {group["dtype"] for group in self.param_groups}
         self.update_dtype = dtypes.pop() if operator.applied and len(dtypes) == 1 else None
 
     def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Wait for the operator's time; return zeros."""
-        self._accelerator.run(group["operator_us"])
+        """Wait for the operator's time, of a matrix or a stack of some; return zeros."""
+        count = len(matrix) if matrix.dim() > group["params"][0].dim() else 1
+        self._accelerator.run(count * group["operator_us"] - (count - 1) * group["saved_us"])
         return torch.zeros_like(matrix, dtype=group["dtype"])
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 from planner.documents.text import SENTENCE_CHARACTERS, milliseconds, pluralize, sanitize
 from planner.report.listing import Listing, make_console, print_tables
 from planner.report.tables import SHOWN_BUCKETS
-from runtime.plan import Plan, PlanBucket, load_plan
+from runtime.plan import Plan, PlanBucket
 from runtime.plan.executed import FOR_READERS, executed_part, spelled_options
 
 
@@ -48,11 +48,6 @@ def difference(first: Plan, second: Plan) -> Difference:
     """
     executed = list(_executed_rows(executed_part(first), executed_part(second)))
     return Difference(executed=tuple(executed), predicted=tuple(_rows(_predictions(first), _predictions(second))))
-
-
-def difference_of_files(first: str, second: str) -> Difference:
-    """Return in what the plans of two files differ. Raises InputError: a file is no plan."""
-    return difference(load_plan(first), load_plan(second))
 
 
 def _executed_rows(first: Plan, second: Plan) -> Iterator[Row]:
@@ -143,14 +138,10 @@ def _bucket_text(buckets: Sequence[PlanBucket]) -> str:
     """Describe buckets: their number, sizes and forms."""
     if not buckets:
         return "–"
-    forms = list(dict.fromkeys(map(_form, buckets)))
+    forms = dict.fromkeys(f"{one.collective}/{one.algorithm} {spelled_options(one.compressor)}" for one in buckets)
     sizes = "+".join(str(len(bucket.gradients)) for bucket in buckets)
     counted = pluralize(len(buckets), "bucket")
     return f"{counted} of {sizes}: {'; '.join(forms)}"
-
-
-def _form(bucket: PlanBucket) -> str:
-    return f"{bucket.collective}/{bucket.algorithm} {spelled_options(bucket.compressor)}"
 
 
 def _predictions(plan: Plan) -> Iterator[Mapping[str, Any]]:

@@ -26,7 +26,7 @@ def frame_text(title: str, body: str, sources: Mapping[str, str], figures: Mappi
     Raises EnvironmentFailure where there are figures, and plotly is not installed.
     """
     # A page without figures needs nothing to draw them.
-    library, script = _plotly() if figures else "", _asset("page.js")
+    library, script = plotly_library() if figures else "", _asset("page.js")
     items = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in sources.items())
     return Template(_asset("page.html")).substitute(
         policy=_policy(library, script),
@@ -45,7 +45,8 @@ def _asset(name: str) -> str:
     return (resources.files("planner.report") / name).read_text(encoding="utf-8")
 
 
-def _plotly() -> str:
+def plotly_library() -> str:
+    """Return the script of plotly.js. Raises EnvironmentFailure where plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

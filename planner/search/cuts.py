@@ -33,7 +33,7 @@ class _Label:
         return max(self.computed_us, self.sent_us)
 
 
-def best_cuts(problem: Problem, most: int = MOST_CUTS) -> list[tuple[float, tuple[str, ...]]]:
+def best_cuts(problem: Problem) -> list[tuple[float, tuple[str, ...]]]:
     """Return, by the number of cuts from 0, (end of the last message, modules) of the best choice.
 
     The end is in microseconds from the start of forward; modules are in the order of backward. Graph breaks of the
@@ -51,21 +51,25 @@ def best_cuts(problem: Problem, most: int = MOST_CUTS) -> list[tuple[float, tupl
     found: list[tuple[float, tuple[str, ...]]] = []
 
     def extended(stop: int, backward_us: float = 0.0, forward_us: float = 0.0) -> list[_Label]:
-        labels = (label for front in fronts[:stop] for label in front)
-        return [_extended(label, ready_us, sent_us, stop, backward_us, forward_us) for label in labels]
+        labels = []
+        for label in (label for front in fronts[:stop] for label in front):
+            computed_us = label.computed_us + float(ready_us[stop] - ready_us[label.stop]) + backward_us
+            ended_us = max(label.sent_us, computed_us) + float(sent_us[label.stop, stop])
+            labels.append(_Label(computed_us + forward_us, ended_us + forward_us, stop, label))
+        return _front(labels)
 
-    for _ in range(min(most, len(cuts)) + 1):
+    for _ in range(min(MOST_CUTS, len(cuts)) + 1):
         for stop in range(1, last):
             if stops[stop] in breaks:
-                fronts[stop] = _front(extended(stop))
-        if ended := _front(extended(last)):
+                fronts[stop] = extended(stop)
+        if ended := extended(last):
             best = min(ended, key=lambda label: label.end_us)
             path = [cuts[stops[stop]].module for stop in _path(best.before) if stops[stop] in cuts]
             found.append((best.end_us, tuple(path)))
         following: list[list[_Label]] = [[] for _ in stops]
         for stop in range(1, last):
             if (cut := cuts.get(stops[stop])) is not None:
-                following[stop] = _front(extended(stop, cut.backward_us, cut.forward_us))
+                following[stop] = extended(stop, cut.backward_us, cut.forward_us)
         fronts = following
     return found
 
@@ -81,15 +85,6 @@ def _message_times(problem: Problem, stops: tuple[int, ...]) -> NDArray[np.float
             best_us = float(np.min(times_us[start, middle] + times_us[middle, stop]))
             times_us[start, stop] = min(float(times_us[start, stop]), best_us)
     return times_us
-
-
-def _extended(
-    label: _Label, ready_us: NDArray[np.float64], sent_us: NDArray[np.float64], stop: int,
-    backward_us: float = 0.0, forward_us: float = 0.0,
-) -> _Label:  # fmt: skip
-    computed_us = label.computed_us + float(ready_us[stop] - ready_us[label.stop]) + backward_us
-    ended_us = max(label.sent_us, computed_us) + float(sent_us[label.stop, stop])
-    return _Label(computed_us + forward_us, ended_us + forward_us, stop, label)
 
 
 def _front(labels: list[_Label]) -> list[_Label]:

@@ -77,11 +77,16 @@ def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolutio
     stops = _fewest_buckets(problem, finish_us, deadline_us, tie_work)
     if stops is not None and problem.end_us(stops) <= deadline_us * (1.0 + TIE):
         return MergeSolution(stops, problem.end_us(stops))
-    walked = [problem.count]
+    stops = _drop_boundaries(problem, tuple(walk(predecessor, problem.count)), deadline_us)
+    return MergeSolution(stops, problem.end_us(stops), ties_exact=False)
+
+
+def walk(predecessor: NDArray[np.int64], last: int) -> list[int]:
+    """Return the places that lead to the last one, each the predecessor of the next; 0 is left out."""
+    walked = [last]
     while predecessor[walked[-1]] > 0:
         walked.append(int(predecessor[walked[-1]]))
-    stops = _drop_boundaries(problem, tuple(reversed(walked)), deadline_us)
-    return MergeSolution(stops, problem.end_us(stops), ties_exact=False)
+    return walked[::-1]
 
 
 def finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:

@@ -16,7 +16,7 @@ from planner.model.problem import Factors
 from planner.model.replay import Replay
 from planner.model.step import Overlap
 from planner.search.local_search import choice_of, local_search, stops_of
-from planner.search.merge import MergeProblem
+from planner.search.merge import MergeProblem, walk
 
 Floats = NDArray[np.float64]
 
@@ -79,11 +79,7 @@ def _search(problem: MergeProblem, overlap: Overlap, labels: int, grid: NDArray[
         new = slice(used, used + kept.size)
         time_us[new], progress_us[new], prefix[new], origin[new] = ends[0][kept], ends[1][kept], g, kept
         last, used = used, used + kept.size
-    stops, label = [], last
-    while label > 0:
-        stops.append(int(grid[prefix[label]]))
-        label = int(origin[label])
-    return tuple(reversed(stops))
+    return tuple(grid[prefix[walk(origin, last)]].tolist())
 
 
 def _send_all(

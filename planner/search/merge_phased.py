@@ -20,7 +20,7 @@ from planner.ir import TIE, Places
 from planner.model.replay import Replay, Work, messages_end_us
 from planner.search.labels import pareto
 from planner.search.local_search import Stops, moved
-from planner.search.merge import CostOf, MergeProblem, merge_exact
+from planner.search.merge import CostOf, MergeProblem, merge_exact, walk
 
 MAX_PLACES = 96
 """Places where buckets may stop before boundaries are moved one by one."""
@@ -106,11 +106,7 @@ def _labels(problem: PhasedProblem, places: NDArray[np.int64]) -> Stops:
     last = np.flatnonzero(prefix == len(problem.ready_us))
     ends_us = np.maximum(labels[last, 0], labels[last, 1]) + labels[last, 2]
     number = int(last[np.flatnonzero(ends_us <= ends_us.min() * (1.0 + TIE))[0]])
-    stops: list[int] = []
-    while number > 0:
-        stops.append(int(prefix[number]))
-        number = int(parent[number])
-    return tuple(reversed(stops))
+    return tuple(prefix[walk(parent, number)].tolist())
 
 
 def replay(problem: PhasedProblem) -> Replay:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain, combinations, combinations_with_replacement, product
 
 from planner.ir import OperatorShares
-from planner.model.operator_costs import OperatorCosts, by_message, operator_costs, updated_by
+from planner.model.operator_costs import OperatorCosts, by_message, operator_costs
 from planner.model.problem import Problem
 from runtime.plan.lpt import loads_of
 
@@ -31,6 +31,9 @@ NEAR = 1e-6
 """Least relative gain of a move."""
 HOPELESS = 1.2
 """Schedules that take this much longer than the best are not moved."""
+
+Place = tuple[int, int, int]
+"""(matrix, owner, message)."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +112,10 @@ def _starts(costs: OperatorCosts) -> Iterator[OperatorShares]:
     """Yield schedules over numbers of matrices, numbers of messages, and both orders."""
     # The step calls the last ones late: meanwhile it computes what is on all ranks.
     last = range(costs.count)[::-1]
-    order = sorted(last, key=lambda i: -costs.operator_us[i] / costs.result_bytes[i])
     by_time = sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
-    seen: set[frozenset[int]] = set()
-    for ranking in (by_time, order, last):
-        for cut in range(CUTS, 0, -1):
-            chosen = frozenset(ranking[: math.ceil(costs.count * cut / CUTS)])
-            if chosen in seen:
-                continue
-            seen.add(chosen)
-            yield from _sharing(costs, chosen)
+    cuts = [math.ceil(costs.count * cut / CUTS) for cut in range(CUTS, 0, -1)]
+    for chosen in dict.fromkeys(frozenset(of[:cut]) for of in (by_time, costs.by_density, last) for cut in cuts):
+        yield from _sharing(costs, chosen)
 
 
 def _sharing(costs: OperatorCosts, chosen: Collection[int]) -> Iterator[OperatorShares]:
@@ -217,13 +214,9 @@ def in_messages(
         longest: each rank's longest first; default: in the order of the step's calls.
         grows: work of the messages: growing evenly (True) or shrinking (False); default: equal.
     """
-    total_us = [0.0] * costs.ranks
-    for matrix, owner in enumerate(owners):
-        if owner >= 0:
-            total_us[owner] += costs.operator_us[matrix]
     done_us, message = [0.0] * costs.ranks, [0] * costs.count
     order = range(costs.count) if not longest else sorted(range(costs.count), key=lambda i: (-costs.operator_us[i], i))
-    most_us = max(total_us)
+    most_us = max(loads_of(costs.operator_us, owners, costs.ranks))
     for matrix in order:
         if (owner := owners[matrix]) < 0:
             continue
@@ -246,52 +239,40 @@ def _moved(costs: OperatorCosts, shares: OperatorShares, best_us: float, moves: 
     while again and left > 0:
         again = False
         for matrix in range(costs.count):
-            for owner, number in _changes(costs, owners, message, matrix):
+            for change in _changes(costs, owners, message, matrix):
                 left -= 1
-                before = owners[matrix], message[matrix]
-                owners[matrix], message[matrix] = owner, number
-                update_us = updated_by(costs, by_message(costs, owners, message, inside))
+                before = [(one, owners[one], message[one]) for one, *_ in change]
+                _put(owners, message, change)
+                update_us = costs.update(by_message(costs, owners, message, inside)).update_us
                 if update_us < best_us * (1.0 - NEAR):
                     best_us, again = update_us, True
                 else:
-                    owners[matrix], message[matrix] = before
-                if left <= 0:
-                    break
-            for other in range(matrix) if left > 0 else ():
-                if owners[matrix] == owners[other] or costs.operator_us[matrix] == costs.operator_us[other]:
-                    continue
-                left -= 1
-                _swap(owners, message, matrix, other)
-                update_us = updated_by(costs, by_message(costs, owners, message, inside))
-                if update_us < best_us * (1.0 - NEAR):
-                    best_us, again = update_us, True
-                else:
-                    _swap(owners, message, matrix, other)
+                    _put(owners, message, before)
                 if left <= 0:
                     break
     return by_message(costs, owners, message, inside), best_us
 
 
-def _swap(owners: list[int], message: list[int], one: int, other: int) -> None:
-    owners[one], owners[other] = owners[other], owners[one]
-    message[one], message[other] = message[other], message[one]
+def _put(owners: list[int], message: list[int], change: Sequence[Place]) -> None:
+    for matrix, owner, number in change:
+        owners[matrix], message[matrix] = owner, number
 
 
 def _changes(
     costs: OperatorCosts, owners: Sequence[int], message: Sequence[int], matrix: int
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[Sequence[Place]]:
     """Yield other owners and messages of a matrix: on all ranks, the least loaded rank, all ranks where there are few,
-    and other messages, as `_moved` numbers them.
+    and other messages, as `_moved` numbers them; then exchanges with earlier matrices.
     """
     here, number = owners[matrix], message[matrix]
     if here >= 0:
-        yield -1, number
+        yield [(matrix, -1, number)]
     ranks: Sequence[int] = range(costs.ranks)
     if costs.ranks * costs.count > 64:
         loads_us = [0.0] * costs.ranks
         for other, owner in enumerate(owners):
             if owner >= 0:
-                step = costs.scopes[message[other] % 2][0]
+                step, _ = costs.scope(message[other] % 2 == 1)
                 for rank in range(owner, costs.ranks, step):
                     loads_us[rank] += costs.operator_us[other]
         ranks = [min(range(of), key=loads_us.__getitem__) for of, _ in costs.scopes]
@@ -299,6 +280,10 @@ def _changes(
     numbers = range(2 * (max(message) // 2) + 4) if costs.count <= 8 else range(2 * place - 2, 2 * place + 4)
     for rank in (here, *ranks) if here >= 0 else ranks:
         for other in numbers:
-            known = other >= 0 and other % 2 < len(costs.scopes)
-            if known and rank < costs.scopes[other % 2][0] and (rank, other) != (here, number):
-                yield rank, other
+            inside = other % 2 == 1
+            known = other >= 0 and (costs.inside is not None or not inside)
+            if known and rank < costs.scope(inside)[0] and (rank, other) != (here, number):
+                yield [(matrix, rank, other)]
+    for one in range(matrix):
+        if owners[matrix] != owners[one] and costs.operator_us[matrix] != costs.operator_us[one]:
+            yield [(matrix, owners[one], message[one]), (one, owners[matrix], message[matrix])]

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from planner.ir import TIE
 from planner.search.labels import Columns, pareto
 from planner.search.local_search import local_search
-from planner.search.merge import CostOf, MergeProblem, finish_times, merge_exact
+from planner.search.merge import CostOf, MergeProblem, finish_times, merge_exact, walk
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -170,7 +170,8 @@ def two_windows(windows: TwoWindows, known: Iterable[Stops] = (), labels: int | 
     else:
         known = [stops for stops in known if len(stops) <= MAX_PLACES // 4]
         grid = places[:: -(-count // (MAX_PLACES // 2))]
-        places = np.unique(np.concatenate([grid, *(_walk(before) for _, before in ends), *map(np.array, known)]))
+        walked = [walk(before, count) for _, before in ends]
+        places = np.unique(np.concatenate([grid, *map(np.array, walked), *map(np.array, known)]))
         windows = windows.on(places)
         known = [tuple(np.searchsorted(places, stops).tolist()) for stops in known]
     best, goal_us = _from_optima(windows, known)
@@ -187,14 +188,6 @@ def two_windows(windows: TwoWindows, known: Iterable[Stops] = (), labels: int | 
         sums_us=sums_us,
         exact=exact and len(places) == count + 1,
     )
-
-
-def _walk(predecessor: Ints) -> Ints:
-    """Where the buckets stop that `finish_times` has found."""
-    stops = [len(predecessor) - 1]
-    while predecessor[stops[-1]] > 0:
-        stops.append(int(predecessor[stops[-1]]))
-    return np.array(stops[::-1])
 
 
 Cuts = tuple[Stops, Stops]

@@ -40,13 +40,13 @@ def diloco(problem: Problem, every: int = USUAL_PERIOD) -> Schedule:
 
 
 def _read(text: str) -> tuple[int, int]:
-    every, _, parts = text.partition(":")
-    if not all(one.isascii() and one.isdecimal() and len(one) < 6 for one in (every, parts)):
+    every, parts = map(_COUNT.read, text.partition(":")[::2])
+    if parts > every:
         raise ValueError
-    found = int(every), int(parts)
-    if not 1 <= found[1] <= found[0] <= MAX_PERIOD:
-        raise ValueError
-    return found
+    return every, parts
+
+
+_COUNT = whole("", "steps", at_most=MAX_PERIOD)
 
 
 _EXPECTED = f"steps H up to {MAX_PERIOD} and at most as many fragments, such as {{name}}:30:4"

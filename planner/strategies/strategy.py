@@ -88,34 +88,24 @@ def check_dtypes(problem: Problem, strategy: str, dtypes: Collection[str]) -> No
         )
 
 
-def share(label: str = "DENSITY") -> Argument:
+def share() -> Argument:
     """Return an argument that is a share of elements."""
-    return Argument(
-        label,
-        "a share of elements above 0 and up to 1, such as {name}:0.01",
-        lambda text: _within(float(text), 0.0, 1.0),
-    )
+    expected = "a share of elements above 0 and up to 1, such as {name}:0.01"
+    return Argument("DENSITY", expected, lambda text: _within(float(text), 0.0, 1.0))
 
 
 def number(label: str, unit: str, at_most: float, at_least: float = 0.0) -> Argument:
     """Return an argument that is a positive number, from `at_least` to `at_most`."""
     least = f" from {at_least:g}" if at_least > 0.0 else ""
-    return Argument(
-        label,
-        f"a positive number of {unit}{least} up to {at_most:g}, such as {{name}}:25",
-        lambda text: _within(float(text), at_least, at_most),
-    )
+    expected = f"a positive number of {unit}{least} up to {at_most:g}, such as {{name}}:25"
+    return Argument(label, expected, lambda text: _within(float(text), at_least, at_most))
 
 
 def whole(label: str, unit: str, at_most: int) -> Argument:
     """Return an argument that is a whole number, from 1 to `at_most`."""
 
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and len(text) < 10):
-            raise ValueError
-        return _within(int(text), 1, at_most)
-
-    return Argument(label, f"a whole number of {unit} from 1 to {at_most}, such as {{name}}:4", read)
+    expected = f"a whole number of {unit} from 1 to {at_most}, such as {{name}}:4"
+    return Argument(label, expected, lambda text: _within(_digits(text), 1, at_most))
 
 
 def whole_and_count(label: str, unit: str, at_most: int, counted: str) -> Argument:
@@ -153,9 +143,9 @@ def number_and_count(label: str, unit: str, at_most: float, counted: str, most: 
         value = _within(float(first), 1.0, at_most)
         if not colon:
             return (value,)
-        if not (second.isascii() and second.isdecimal() and len(second) < 10 and int(second) <= most):
+        if (count := _digits(second)) > most:
             raise ValueError
-        return value, int(second)
+        return value, count
 
     expected = (
         f"a number of {unit} from 1 up to {at_most:g}, such as {{name}}:25, and perhaps a whole number of {counted} "
@@ -173,6 +163,12 @@ def word(words: Sequence[str], expected: str) -> Argument:
         return text
 
     return Argument("|".join(words), expected, read)
+
+
+def _digits(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError
+    return int(text)
 
 
 def _within(value: T, at_least: float, at_most: float) -> T:

@@ -43,11 +43,10 @@ class _Host:
 
     def within(self, begin: float, end: float) -> _Host:
         """Return those that start in this time."""
-        first, last = np.searchsorted(self.start, (begin, end))
-        return _Host(*(values[first:last] for values in vars(self).values()))
+        return self.chosen(slice(*np.searchsorted(self.start, (begin, end))))
 
-    def chosen(self, mask: NDArray[Any]) -> _Host:
-        return _Host(*(values[mask] for values in vars(self).values()))
+    def chosen(self, which: NDArray[Any] | slice) -> _Host:
+        return _Host(*(values[which] for values in vars(self).values()))
 
 
 class Columns:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from runtime.checks.modes import asked_modes
+from runtime.comm.world import World
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.errors import AccuracyCostWarning, AccuracyWarning, InputError
 from runtime.optimizers import LayerwiseOptimizer
@@ -158,13 +159,16 @@ def check_owner(model: nn.Module, given: object) -> str | None:
     )
 
 
-def warn_of_selection(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn where a plan whose cost was not measured selects elements for an optimizer that divides by their size."""
-    if accuracy_of(plan) is not None:
+def warn_of_accuracy(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World, *, guarded: bool) -> None:
+    """Warn on rank 0 where a plan whose cost was not measured selects elements for an optimizer that divides by their
+    size; and, where it is `guarded`, of a plan that was measured to learn worse than DDP does, or of whose low rank,
+    selection or relaxed mode that is not known. Narrow dtypes ended within DDP's own spread in the project's tasks.
+    """
+    if world.rank or world.ranks == 1:
         return
-    optimizer = next((one for one in optimizers if isinstance(one, ADAPTIVE)), None)
+    measured, optimizer = accuracy_of(plan), next((one for one in optimizers if isinstance(one, ADAPTIVE)), None)
     selected = sum(bucket.transport.sparse for bucket in plan.buckets)
-    if selected and optimizer is not None:
+    if selected and optimizer is not None and measured is None:
         warnings.warn(
             f"{selected} of {len(plan.buckets)} buckets send selected elements, and {type(optimizer).__name__} divides "
             f"gradients by their own size, so that what was held back is mostly lost when it comes; expect a worse "
@@ -172,15 +176,9 @@ def warn_of_selection(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -
             AccuracyWarning,
             stacklevel=3,
         )
-
-
-def warn_of_cost(plan: Plan) -> None:
-    """Warn of what a plan costs in accuracy, unless it was measured to learn as DDP does, or is one whose buckets ended
-    within DDP's own spread in the project's tasks: exact ones, and narrow dtypes.
-    """
     risky = plan.accuracy == "relaxed" or any(b.transport.sparse or b.compressor.rank for b in plan.buckets)
-    measured = accuracy_of(plan) if risky else None
-    if risky and (measured is None or measured.verdict not in ("as ddp", "better")):
+    verdict = "not known" if measured is None else measured.verdict
+    if guarded and (verdict == "worse" or (risky and verdict == "not known")):
         warnings.warn(
             f"{cost_line(plan)}; {page('concepts/accuracy')} has what is known", AccuracyCostWarning, stacklevel=3
         )

@@ -284,11 +284,10 @@ def _check_norms(
     if len(shares) != plan.world.ranks:
         return f"{where}: found {len(shares)} for {plan.world.ranks} ranks; expected one for each: {HINT}"
     listed = [name for share in shares for name in share]
-    unknown = next((name for name in listed if name not in parameters), None)
-    if unknown is not None:
-        return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {HINT}"
     twice = next((name for name, times in Counter(listed).items() if times > 1), None)
-    return None if twice is None else f"{where}: found {twice!r} twice; expected each parameter in one share: {HINT}"
+    if twice is not None:
+        return f"{where}: found {twice!r} twice; expected each parameter in one share: {HINT}"
+    return check_owner_ranks(where, dict.fromkeys(listed, 0), parameters, len(shares))
 
 
 def _check_operator(
@@ -304,6 +303,10 @@ def _check_operator(
     messages, inside = operator.messages if owners else operator.gathers or (), operator.inside or ()
     problem = check_owner_ranks(f"{where}.owners", owners, parameters, plan.world.ranks)
     problem = problem or _check_gathers(f"{where}.gathers", messages, owners)
+    if problem is None and (unowned := next((name for name in operator.batched or () if name not in owners), None)):
+        return f"{where}.batched: found {unowned!r}, which has no owner; expected names of owners: {HINT}"
+    if problem is None and operator.tolerance and plan.accuracy == "exact":
+        return f"{where}.tolerance: found {operator.tolerance} in an exact plan, expected none; take it out, or: {HINT}"
     if problem or not inside:
         return problem
     if max(inside) >= len(messages):

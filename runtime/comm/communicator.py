@@ -223,9 +223,7 @@ class HostCommunicator:
         """Start the message's next phase, if there is one; the lock is held."""
         try:
             if task.phases is None:
-                group = self._world.group
-                assert group is not None
-                task.phases = self._collectives[task.bucket.index](task.message, group)
+                task.phases = self._collectives[task.bucket.index](task.message, self._world.process_group)
             with self._recorded():
                 task.work = next(task.phases, None)
             if task.work is None:
@@ -338,15 +336,13 @@ class StreamCommunicator:
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
-        group = self._world.group
-        assert group is not None
         self._works.forget_completed()
         sent.launch = sent.start = mark_on(torch.cuda.current_stream(self._device))
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             prepare()
             for message in bucket.messages:
-                self._works.start(self._collectives[bucket.index](message, group), bucket.label)
+                self._works.start(self._collectives[bucket.index](message, self._world.process_group), bucket.label)
         sent.end = mark_on(self._side)
 
     def wait(self, until: CommTiming | None = None) -> None:

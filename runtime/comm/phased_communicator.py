@@ -36,8 +36,7 @@ def phases_of(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...]:
     collective = collective_of(bucket)
 
     def run(message: Any, grid: Grid) -> Works:
-        assert grid.world.group is not None
-        return collective(message, grid.world.group)
+        return collective(message, grid.world.process_group)
 
     return (Phase(bucket.collective, "inter" if topology.num_nodes > 1 else "intra", run),)
 

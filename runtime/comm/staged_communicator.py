@@ -115,12 +115,10 @@ class StagedCommunicator(ThreadedCommunicator[str, Filled]):
 
     def _carry(self, _lane: str, entry: Filled) -> None:
         bucket, sent, filled = entry
-        group = self._world.group
-        assert group is not None
         with self._carrying.after(filled):
             sent.start = self._carrying.mark()
             for message in bucket.messages:
-                for work in self._collectives[bucket.index](message, group):
+                for work in self._collectives[bucket.index](message, self._world.process_group):
                     self._wait_for_work(work)
             end = self._carrying.mark()
         with self._changed:

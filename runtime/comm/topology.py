@@ -81,14 +81,12 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("GROUP_RANK") or socket.gethostname()
 
 
-def node_info(
-    group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, environment: Mapping[str, str] = os.environ
-) -> NodeInfo:
+def node_info(group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None) -> NodeInfo:
     """Return what this rank of a group (default: all) knows. Raises InputError for a mesh of other ranks."""
-    node = node_name(environment)
+    node = node_name()
     if mesh is None:
         whole = group is None or dist.get_world_size(group) == dist.get_world_size()
-        return NodeInfo(node, environment.get("LOCAL_WORLD_SIZE") if whole else None)
+        return NodeInfo(node, os.environ.get("LOCAL_WORLD_SIZE") if whole else None)
     if mesh.mesh.ndim != 2:
         raise InputError(
             f"mesh: found a DeviceMesh of {mesh.mesh.ndim} dimensions, expected two, nodes by ranks of a node: such as "

@@ -8,12 +8,12 @@ import pickle
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from runtime.comm.topology import NodeInfo, Topology
 from runtime.comm.waits import RankProcess, wait_watched, work_is_over
-from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
+from runtime.errors import CommunicationError, EnvironmentFailure, InputError, PlanMismatch, PlannerError
 from runtime.torch_compat import (
     all_gather_single,
     backend_of,
@@ -36,6 +36,7 @@ MIN_TIMEOUT_S = 30.0
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
 """Range of deadlines in seconds: less fails on any busy machine, more is as good as none."""
 _CHUNK_BYTES = 64 * 1024 * 1024
+T = TypeVar("T")
 
 
 def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
@@ -281,6 +282,12 @@ class World:
         )
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the group of these ranks, of which there are several."""
+        assert self.group is not None
+        return self.group
+
+    @property
     def others(self) -> str:
         """Name of the ranks that may have failed when a collective does: a number if there is only one."""
         return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
@@ -315,8 +322,7 @@ class World:
 
     def break_off(self, rank: int) -> None:
         """Let all fail that worlds have under way with a lost rank: no thread of the backend waits for it then."""
-        assert self.group is not None
-        lost = dist.get_process_group_ranks(self.group)[rank]
+        lost = dist.get_process_group_ranks(self.process_group)[rank]
         for group in list(_private):
             with suppress(KeyError, ValueError, RuntimeError):  # ended meanwhile, or of devices alone
                 ranks = dist.get_process_group_ranks(group)
@@ -458,6 +464,8 @@ class RankInfo:
     at_step: int = 0
     local_async: str = "null"
     """Local updaters of the plan, as text."""
+    compile: str | None = None
+    """Arguments of `torch.compile` that the model is compiled with, as text."""
     where: NodeInfo | None = None
     followed: str = ""
     """Fingerprint of the parameters and buffers that follow rank 0 at attach."""
@@ -491,6 +499,7 @@ def agree(world: World, mine: RankInfo) -> list[RankInfo]:
         ),
         ("parameters", "orders of parameters", "give every rank the same plan.json"),
         ("device", "kinds of device", "use one kind of device"),
+        ("compile", "arguments of compile=", "pass the same on every rank"),
         ("step", "numbers of steps done", "call switch between the same two steps on every rank"),
         ("at_step", "steps to change plans at", "give every rank the same at_step"),
     ):
@@ -508,3 +517,28 @@ def agree(world: World, mine: RankInfo) -> list[RankInfo]:
                 f"ranks share their work: give every rank the same groups"
             )
     return everyone
+
+
+def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job") -> T:
+    """Return what `make` makes on this rank, once all ranks have made theirs; every rank calls it. `what` names the
+    exchange in errors, `who` what has raised where that is none of our errors.
+
+    Raises InputError, on all ranks alike, where it raised on some; EnvironmentFailure where every rank that raised said
+    so.
+    """
+    value, problem = None, None
+    cause: Exception | None = None
+    try:
+        value = make()
+    except PlannerError as error:
+        problem, cause = str(error), error
+    except Exception as error:
+        problem, cause = f"{who} raised {type(error).__name__}: {error}", error
+    everyone: list[tuple[str | None, bool]] = world.gather((problem, isinstance(cause, EnvironmentFailure)), what)
+    raised = [(rank, text) for rank, (text, _) in enumerate(everyone) if text is not None]
+    if raised:
+        same = len(raised) == world.ranks and len({text for _, text in raised}) == 1
+        text = raised[0][1] if same else "\n".join(f"rank {rank}: {text}" for rank, text in raised)
+        raise (EnvironmentFailure if all(everyone[rank][1] for rank, _ in raised) else InputError)(text) from cause
+    assert value is not None
+    return value

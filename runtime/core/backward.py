@@ -44,7 +44,7 @@ class BackwardTracker:
     ) -> None:
         """`exchange` gives the one in place now; `step_done` is called at the end of each backward that exchanges."""
         self._model, self._watch, self._exchange, self._step_done = model, watch, exchange, step_done
-        self._hooks, self._calls = HookWatch(model), DirectForward(model)
+        self._hooks, self.calls = HookWatch(model), DirectForward(model)
         self.synchronizing = True
         """Whether forwards are now followed by an exchange; False in `no_sync`."""
         self.forced = False
@@ -60,11 +60,11 @@ class BackwardTracker:
         self._gone = partial(_gone, weakref.ref(self))
 
     def install(self) -> list[Any]:
-        self._calls.install()
+        self.calls.install()
         return [
             hook_before_forward(self._model, ModuleHook(self._before_forward)),
             hook_after_forward(self._model, ModuleHook(self._after_forward)),
-            self._calls,
+            self.calls,
         ]
 
     def install_exchange(self, exchange: Exchange) -> None:
@@ -74,7 +74,7 @@ class BackwardTracker:
     # One step, in the order in which it happens.
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
-        self._calls.running += 1
+        self.calls.running += 1
         if self._exchange().slots and torch.is_grad_enabled():  # alone, nothing is missed
             self._watch.check()
         if current_backward_id() == OUTSIDE:
@@ -86,7 +86,7 @@ class BackwardTracker:
         """See the outermost backward begin, also where a reentrant checkpoint runs backwards inside it. A forward that
         raised has no output.
         """
-        self._calls.running = max(0, self._calls.running - 1)
+        self.calls.running = max(0, self.calls.running - 1)
         if torch.is_grad_enabled():
             reached = partial(self._backward_reaches_output, self.synchronizing)
             for tensor in tree_leaves(output):

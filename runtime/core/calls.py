@@ -23,14 +23,18 @@ class DirectForward:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, model.__dict__.get("forward")
+        self._model = model
+        self._before: Any = None
         self._method: MethodType | None = None
         self.running = 0
         """Number of calls of the model that are running, one inside the other."""
 
     def install(self) -> None:
-        if may_have_methods(self._model):
-            function = _redirect(self._model, weakref.ref(self), self._before)
+        """Put the method there, or around what has taken its place since."""
+        before = self._model.__dict__.get("forward")
+        if may_have_methods(self._model) and (self._method is None or before is not self._method):
+            self._before = before
+            function = _redirect(self._model, weakref.ref(self), before)
             self._method = self._model.__dict__["forward"] = MethodType(function, self._model)
 
     def remove(self) -> None:

@@ -67,3 +67,26 @@ def with_closures(
 def is_closure(argument: Any) -> bool:
     # Whether torch counts the optimizer, which may be callable, among the arguments does not matter.
     return callable(argument) and not isinstance(argument, torch.optim.Optimizer)
+
+
+def after_backward(
+    action: Callable[[], None], arguments: tuple[Any, ...], keywords: dict[str, Any],
+    before: Callable[[], None] = lambda: None,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
+    """Do something between backward and an optimizer's step, whose hook gives its arguments: now, or at the end of each
+    closure; then return other arguments for the step. `before`: what to do at the beginning of each closure.
+    """
+    if not any(map(is_closure, (*arguments, *keywords.values()))):
+        action()
+        return None
+
+    def wrapped(closure: Closure) -> Closure:
+        def run() -> Any:
+            before()
+            loss = closure()
+            action()
+            return loss
+
+        return run
+
+    return with_closures(wrapped, arguments, keywords)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -90,7 +90,8 @@ class CompileOptions:
     @property
     def identity(self) -> str:
         """Return what distinguishes these arguments from others, in other processes, too."""
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(f"{name}={value!r}" for name, value in given.items()))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -107,6 +108,11 @@ class CompileOptions:
             )
         settings = self.settings
         return (lambda graph, inputs: found(graph, inputs, config_patches=settings)) if settings else found
+
+
+def compile_identity(argument: CompileArgument | None) -> str | None:
+    """Return what ranks compare of what `attach` was given. Raises InputError where it cannot compile."""
+    return None if argument is None else CompileOptions.of(argument).identity
 
 
 def check_compile(model: nn.Module, argument: CompileArgument | None) -> str | None:
@@ -147,16 +153,28 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the modules at which graphs may be cut: the children of lists and sequences of modules, and of dicts with
     numbers as keys, outside of each other, in the order in which they are registered, which is usually that of forward.
+    One that has most of the model (an encoder before a head) is divided, where it has such children.
     """
     found: list[str] = []
-    modules = modules_by_name(model)
+    modules, half = modules_by_name(model), _elements(model) / 2
     for name, module in modules.items():
-        inside = any(f"{name}.".startswith(f"{block}.") for block in found)
-        numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
-        if (numbered or isinstance(module, nn.ModuleList | nn.Sequential)) and not inside:
-            named = (canonical_name(f"{name}.{child}" if name else child) for child, _ in module.named_children())
-            found += [block for block in named if any(True for _ in modules[block].parameters())]
-    return found
+        if not _is_list(module) or any(f"{name}.".startswith(f"{block}.") for block in found):
+            continue
+        for child, block in module.named_children():
+            path, size = canonical_name(f"{name}.{child}" if name else child), _elements(block)
+            divided = size > half and any(_is_list(one) and _elements(one) for one in block.modules())
+            if size and not divided and path in modules:  # a module of several lists has one path
+                found.append(path)
+    return sorted(found, key=list(modules).index)
+
+
+def _is_list(module: nn.Module) -> bool:
+    numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module.keys()))
+    return numbered or isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def default_cuts(model: nn.Module) -> tuple[str, ...]:
@@ -253,7 +271,8 @@ class CompiledModel:
         if form is None or form.backend.begun is None:
             return (
                 f"compiled by {self._options.name}: no graph so far; where the model has no forward of its own, as a "
-                f"subclass of nn.Sequential, attach torch.compile(model)"
+                f"subclass of nn.Sequential, attach torch.compile(model); a graph break in a loop (see TORCH_LOGS="
+                f"graph_breaks) leaves a forward uncompiled"
             )
         regions, missing = 1 + len(form.backend.begun), len(form.cuts) - len(form.backend.begun)
         text = f"compiled by {self._options.name} in {regions} region{'s' * (regions > 1)}"
@@ -280,11 +299,11 @@ class CutBackend:
     """Backend of `torch.compile` that splits each graph before the first operations of some modules.
 
     What a graph break of the model's own has divided already is split further. A module that a graph calls several
-    times begins a region once.
+    times begins a region once; one without a forward (a list of layers) begins one with the first of its modules.
     """
 
     def __init__(self, cuts: Sequence[nn.Module], compiler: Callable[..., Any]) -> None:
-        self._cuts = frozenset(map(id, cuts))
+        self._cuts = {id(part): id(cut) for cut in cuts for part in (*_called_for(cut), cut)}
         self._compiler = compiler
         self.begun: set[int] | None = None
         """Modules that a region began with, in graphs of any shape, by id; None: nothing was compiled yet."""
@@ -302,7 +321,7 @@ class CutBackend:
         regions: dict[torch.fx.Node, int] = {}
         for node in graph.graph.nodes:
             if node.op not in ("placeholder", "output", "get_attr"):
-                new = (self._cuts & modules_of_node(graph, node)) - begun
+                new = {self._cuts[one] for one in self._cuts.keys() & modules_of_node(graph, node)} - begun
                 begun |= new
                 firsts.update(sorted(new)[:1])  # of modules inside each other one
                 region += bool(new) and computed  # nothing precedes the first operation
@@ -310,3 +329,11 @@ class CutBackend:
             regions[node] = region
         self.begun = firsts | (self.begun or set())
         return regions
+
+
+def _called_for(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are called in place of one without a forward."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield child
+            yield from _called_for(child)

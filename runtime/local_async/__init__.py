@@ -7,8 +7,9 @@ Algorithm 1 of "Scaling the Wild: Decentralizing Hogwild!-style Shared-memory SG
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from runtime.lazy import lazy
 
 if TYPE_CHECKING:
     from runtime.local_async.job import LocalJob, Part, PartSampler
@@ -17,17 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalJob", "LocalReport", "LocalRun", "Part", "PartSampler", "run_local_async"]
 
-_WHERE = {
-    "LocalJob": "job",
-    "LocalReport": "report",
-    "LocalRun": "run",
-    "Part": "job",
-    "PartSampler": "job",
-    "run_local_async": "run",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+__getattr__ = lazy(__name__, {
+    f"{__name__}.job": ("LocalJob", "Part", "PartSampler"), f"{__name__}.report": ("LocalReport",),
+    f"{__name__}.run": ("LocalRun", "run_local_async"),
+})  # fmt: skip

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,9 +14,9 @@ from torch import nn
 from runtime.checks.plan import check_model, check_plan, model_fingerprint, trainable_parameters
 from runtime.comm.shared_memory import available_bytes
 from runtime.comm.topology import node_name
-from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s, check_timeout_s
+from runtime.comm.world import RankInfo, World, agree, agreed, bounded_timeout_s, check_timeout_s
 from runtime.core.closures import DECIDE_BY_LOSS
-from runtime.errors import EnvironmentFailure, InputError, PlannerError
+from runtime.errors import InputError
 from runtime.local_async.job import LocalJob, Part, Request, batches_of
 from runtime.local_async.partial import is_reentrant, partial_backward
 from runtime.local_async.processes import find_unguarded_script, status_bytes
@@ -98,33 +97,6 @@ def prepare(request: Request, plan: Plan, world: World) -> Prepared:
     processes, asked = 0 if spec.synchronous else spec.updaters, (request.steps, request.seed)
     need = _Need(node_name(), processes, private_bytes, available_bytes(), step_s, asked)
     return Prepared(request, plan, spec, job, layout, _weigh(request, spec, need, world))
-
-
-T = TypeVar("T")
-
-
-def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job") -> T:
-    """Return what `make` makes on this rank, once all ranks have made theirs; every rank calls it. `what` names the
-    exchange in errors, `who` what has raised where that is none of our errors.
-
-    Raises InputError, on all ranks alike, where it raised on some; EnvironmentFailure where every rank that raised said
-    so.
-    """
-    value, problem, failed = None, None, False
-    try:
-        value = make()
-    except PlannerError as error:
-        problem, failed = str(error), isinstance(error, EnvironmentFailure)
-    except Exception as error:
-        problem = f"{who} raised {type(error).__name__}: {error}"
-    everyone: list[tuple[str | None, bool]] = world.gather((problem, failed), what)
-    raised = [(rank, text) for rank, (text, _) in enumerate(everyone) if text is not None]
-    if raised:
-        same = len(raised) == world.ranks and len({text for _, text in raised}) == 1
-        text = raised[0][1] if same else "\n".join(f"rank {rank}: {text}" for rank, text in raised)
-        raise EnvironmentFailure(text) if all(everyone[rank][1] for rank, _ in raised) else InputError(text)
-    assert value is not None
-    return value
 
 
 def _make(request: Request, spec: LocalAsyncSpec) -> tuple[LocalJob, Layout]:

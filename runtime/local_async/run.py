@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.comm.world import World
+from runtime.comm.world import World, agreed
 from runtime.errors import CommunicationError, EnvironmentFailure, InputError
 from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
 from runtime.local_async.job import LocalJob, Request
-from runtime.local_async.preparing import Prepared, agree_on_plan, agreed, mps_note, prepare
+from runtime.local_async.preparing import Prepared, agree_on_plan, mps_note, prepare
 from runtime.local_async.processes import check_not_imported
 from runtime.local_async.races import Races, add_to_probe, count_races, probe_places
 from runtime.local_async.report import Averagings, LocalReport, Result, UpdaterReport, make_report

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
-from runtime.comm.world import World
+from runtime.comm.world import World, agreed
 from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples_of
-from runtime.local_async.preparing import Prepared, agreed, check_request, made
+from runtime.local_async.preparing import Prepared, check_request, made
 from runtime.local_async.report import Averagings, LocalReport, Result, Times, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.plan import Plan

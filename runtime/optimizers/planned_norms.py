@@ -41,12 +41,9 @@ class PlannedNorms:
     """Keeps the norms of a session's first optimizer that has any to its plans; others are left alone."""
 
     def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Mapping[str, nn.Parameter],
-        world: World,
+        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], world: World,
         clock: Clock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Follow no plan yet; `parameters`: by canonical name."""
         self._optimizer = next((one for one in optimizers if isinstance(one, LayerwiseOptimizer)), None)
         self._parameters, self._world, self._clock = parameters, world, clock

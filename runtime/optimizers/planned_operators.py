@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
-from runtime.core.closures import Closure, is_closure, with_closures
+from runtime.core.closures import after_backward
 from runtime.monitor.clock import Clock
 from runtime.optimizers.norms import KEPT_STEPS
 from runtime.optimizers.shared_operator import SharedOperator
@@ -52,7 +52,7 @@ class PlannedOperators:
     ) -> None:  # fmt: skip
         """Follow no plan yet; `parameters`: by canonical name."""
         self._parameters, self._world, self._clock = parameters, world, clock
-        self._planned: OperatorPlan | None = None
+        self._planned = OperatorPlan()
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_STEPS)
         self._shared: list[SharedOperator] = []
         self._node: World | None = None
@@ -64,10 +64,10 @@ class PlannedOperators:
 
     def follow(self, plan: Plan) -> None:
         """Share operators as the plan says from the next step on; all ranks call this at the same step."""
-        planned = self._planned = plan.updates.operator if plan.updates else None
+        planned = self._planned = (plan.updates and plan.updates.operator) or OperatorPlan()
         self._times.clear()
-        owners = planned.owners or {} if planned else {}
-        inside = planned.inside or () if planned and owners else ()
+        owners = planned.owners or {}
+        inside = planned.inside or () if owners else ()
         if inside and self._shared and self._node is None:
             assert isinstance(self._world.topology, Topology)  # else the plan has been refused
             self._node = self._world.split(self._world.topology.nodes)
@@ -76,11 +76,13 @@ class PlannedOperators:
             mine = {name: self._parameters[name] for name in owners if id(self._parameters[name]) in held}
             messages = [
                 (self._node if number in inside else self._world, [mine[name] for name in message if name in mine])
-                for number, message in enumerate(planned.messages if planned else ())
+                for number, message in enumerate(planned.messages)
             ]
             shared.share(
                 {parameter: owners[name] for name, parameter in mine.items()},
                 [(world, members) for world, members in messages if world is not None and members],
+                [mine[name] for name in planned.batched or () if name in mine],
+                planned.tolerance or 0.0,
             )
 
     def begin_step(self) -> None:
@@ -97,22 +99,7 @@ class PlannedOperators:
         after its backward.
         """
         shared = next((one for one in self._shared if one.optimizer is optimizer), None)
-        if shared is None:
-            return None
-        if any(map(is_closure, (*arguments, *keywords.values()))):
-            return with_closures(lambda closure: self._computing(shared, closure), arguments, keywords)
-        self._compute(shared)
-        return None
-
-    def _computing(self, shared: SharedOperator, closure: Closure) -> Closure:
-        """Return a closure after which this rank's share has been computed."""
-
-        def run() -> Any:
-            loss = closure()
-            self._compute(shared)
-            return loss
-
-        return run
+        return shared and after_backward(lambda: self._compute(shared), arguments, keywords)
 
     def _compute(self, shared: SharedOperator) -> None:
         begin = self._clock.mark()
@@ -135,8 +122,8 @@ class PlannedOperators:
             parameters=sum(one.shared for one in shared),
             own=sum(one.own for one in shared),
             measured_us=statistics.median(self._clock.between_us(*marks) for marks in self._times),
-            predicted_us=self._planned.shared_us if self._planned else None,
-            replicated_us=self._planned.replicated_us if self._planned else None,
+            predicted_us=self._planned.shared_us,
+            replicated_us=self._planned.replicated_us,
         )
 
     def observe(self) -> None:

@@ -19,17 +19,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.comm.world import World
+from runtime.comm.world import World, agreed
 from runtime.errors import FallbackWarning, InputError
 from runtime.monitor.clock import Clock
 from runtime.optimizers.pto import Pending, Split
-from runtime.optimizers.units import Compute, Operator
+from runtime.optimizers.units import Compute, Operator, stack_difference
 from runtime.torch_compat import plain_step
+
+Groups = Mapping[Tensor, Mapping[str, Any]]
+"""Group of each parameter that has a gradient."""
 
 TIMED_STEPS = 8
 """Number of steps in which operators are timed in a run."""
@@ -63,7 +67,9 @@ class SharedOperator:
         """Whether ranks have found that every one of them has to compute all."""
         self._callers: dict[Tensor, bool] = {}
         """Whether the step calls the operator for a parameter, of those that were timed."""
-        self._splits: dict[tuple[Tensor, ...], Split] = {}
+        self._splits: dict[tuple[Tensor, ...], tuple[Split, list[list[Tensor]]]] = {}
+        """Who computes what of each message, and what this rank computes at once."""
+        self._batched, self._tolerance = frozenset[Tensor](), 0.0
         self._open = ExitStack()
         """Holds the operator's replacement while the step runs."""
         self._busy = False
@@ -86,18 +92,27 @@ class SharedOperator:
         times = {p: [clock.between_us(*one[p][:2]) for one in steps if p in one] for p in last}
         return {self._name(p): (statistics.median(of), last[p][2]) for p, of in times.items()}
 
-    def share(self, owners: Mapping[Tensor, int], gathers: Iterable[tuple[World, Sequence[Tensor]]]) -> None:
+    def share(
+        self, owners: Mapping[Tensor, int], gathers: Iterable[tuple[World, Sequence[Tensor]]],
+        batched: Iterable[Tensor] = (), tolerance: float = 0.0,
+    ) -> None:  # fmt: skip
         """Share from the next step on, unless ranks have found that they cannot; all ranks call this alike.
 
         Args:
             owners: rank that computes the operator, by parameter; every rank computes those of others.
             gathers: parameters of each message, in launch order, and the ranks that gather it: all, or those of this
                 node, every node alike, of which owners then are ranks.
+            batched: parameters whose matrices are one stack with those of one shape, group, message and owner, where
+                ranks find that its results are as near to those of one at a time as `tolerance`, relative to the
+                largest element; 0.0: with equal bits.
+            tolerance: see there.
         """
         self.close()
         self._owners = {} if self._stays else dict(owners)
         self._gathers = [(world, list(one)) for world, one in gathers]
         self._splits.clear()
+        self._batched = frozenset(batched if self._operator.batched else ())
+        self._tolerance = tolerance
 
     @property
     def shared(self) -> int:
@@ -119,28 +134,29 @@ class SharedOperator:
         if self._busy:  # a step of one parameter, of a class whose base class has hooks, too
             return
         self.close()
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
         if not self._owners:
             if self._clock is not None and len(self._marks) < TIMED_STEPS:
-                self._time(self._clock)
+                self._time(self._clock, groups)
             return
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
         unknown = [p for p in groups if p not in self._forms and p in self._names]
         for own in (p for p in groups if p not in self._forms and p not in self._names):
-            self._forms[own] = self._form_of_own(own, groups[own])
+            # Nothing is sent of what a rank trains by itself, so that the form of the matrix does.
+            found = self.run_one(own, groups[own], lambda matrix, _: matrix)
+            self._forms[own] = found if found is None else Result(tuple(found.shape), tuple(found.shape), found.dtype)
         if unknown:
             self._learn(groups, unknown)
             return
-        pending: dict[Tensor, Tensor | tuple[Pending, int]] = {}
+        pending: dict[Tensor, tuple[Pending, int]] = {}
         for world, gather in self._gathers:
             for members in _by_dtype(gather, groups, self._forms):
-                split = self._split(world, members)
-                sent = split.start(lambda own: [self._result(p, groups[p]) for p in own], members)
+                split, stacks = self._split(world, members, groups)
+                sent = split.start(partial(self._results, stacks, groups), members)
                 pending.update((p, (sent, place)) for place, p in enumerate(members))
-        calls = iter([p for p in groups if self._forms.get(p) is not None])
+        calls = iter([(p, form) for p in groups if (form := self._forms.get(p)) is not None])
 
         def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-            parameter = next(calls, None)
-            form = None if parameter is None else self._forms[parameter]
+            parameter, form = next(calls, (None, None))
             if parameter is None or form is None or (parameter in pending and tuple(matrix.shape) != form.matrix):
                 raise InputError(
                     f"{self._what}: found a call of its operator with a matrix of shape {tuple(matrix.shape)} that "
@@ -162,8 +178,7 @@ class SharedOperator:
         if end is not None:
             end()
 
-    def _time(self, clock: Clock) -> None:
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+    def _time(self, clock: Clock, groups: Groups) -> None:
         for p in (p for p in groups if p not in self._callers):  # other groups of one class may have no operator
             self._callers[p] = self.run_one(p, groups[p], lambda matrix, _: matrix) is not None
         called = [p for p in groups if self._callers[p]]
@@ -186,30 +201,79 @@ class SharedOperator:
     def _what(self) -> str:
         return type(self.optimizer).__name__
 
-    def _split(self, world: World, members: Sequence[Tensor]) -> Split:
+    def _split(self, world: World, members: Sequence[Tensor], groups: Groups) -> tuple[Split, list[list[Tensor]]]:
+        """Return who computes what of a message, and what this rank computes at once."""
         key = tuple(members)
         if key not in self._splits:
             forms = [form for p in members if (form := self._forms[p]) is not None]
             owners = [self._owners[p] for p in members]
-            shapes = [form.shape for form in forms]
-            self._splits[key] = Split(world, owners, shapes, forms[0].dtype, members[0].device)
+            split = Split(world, owners, [form.shape for form in forms], forms[0].dtype, members[0].device)
+            mine = [members[place] for place in split.mine]
+            stacks = [[p] for p in mine] if self._batched.isdisjoint(members) else self._stacks(mine, groups)
+            self._splits[key] = split, stacks
         return self._splits[key]
 
-    def _result(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        found = self.run_one(parameter, group, self._operator.compute)
+    def _stacks(self, mine: Iterable[Tensor], groups: Groups) -> list[list[Tensor]]:
+        """Return this rank's part of a message in stacks, if every rank finds them near enough to one at a time."""
+        alike: dict[object, list[Tensor]] = {}
+        for p in mine:
+            key = (id(groups[p]), p.dtype, self._forms[p]) if p in self._batched else id(p)
+            alike.setdefault(key, []).append(p)
+        who = f"the operator of {self._what}"
+        what = f"comparing stacks of {who}"
+
+        def compare() -> list[tuple[float, str]]:
+            return [
+                (stack_difference(self._operator, *self._given(of, groups)), f"{len(of)} of {self._forms[of[0]]}")
+                for of in alike.values()
+                if len(of) > 1
+            ]
+
+        everyone = self._world.gather(agreed(self._world, what, compare, who), what)
+        apart, stack = max((one for of_rank in everyone for one in of_rank), default=(0.0, ""))
+        if apart <= self._tolerance:
+            return list(alike.values())
+        self._world.warn(
+            f"{who} is computed one matrix at a time: found a stack, {stack}, whose results differ by {apart:.1e} of "
+            f"their largest element, expected at most {self._tolerance} (updates.operator.tolerance): profile again",
+            FallbackWarning,
+        )
+        self._batched = frozenset()
+        return [[p] for of in alike.values() for p in of]
+
+    @torch.no_grad()
+    def _results(self, stacks: Iterable[list[Tensor]], groups: Groups, own: Sequence[Tensor]) -> list[Tensor]:
+        found: dict[Tensor, Tensor] = {}
+        for members in stacks:
+            if len(members) == 1:
+                found[members[0]] = self._result(members[0], groups[members[0]], self._operator.compute)
+                continue
+            matrices, options = self._given(members, groups)
+            if all({**one, "params": ()} == {**options[0], "params": ()} for one in options):
+                results = self._operator.compute(torch.stack(matrices), options[0]).unbind()
+            else:
+                results = tuple(map(self._operator.compute, matrices, options))
+            found.update(zip(members, results, strict=True))
+        return [found[p] for p in own]
+
+    def _given(self, members: Iterable[Tensor], groups: Groups) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
+        """Return what the step gives to its operator: copies of matrices, whose memory it uses again, and options."""
+        options = list[Mapping[str, Any]]()
+
+        def keep(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            options.append(group)
+            return matrix.clone()
+
+        return [self._result(p, groups[p], keep) for p in members], options
+
+    def _result(self, parameter: Tensor, group: Mapping[str, Any], compute: Compute) -> Tensor:
+        found = self.run_one(parameter, group, compute)
         if found is None:
             raise InputError(
                 f"{self._what}: its step did not call the operator for {self._name(parameter)}, as steps before did; "
                 f"expected a call in every step in which it has a gradient"
             )
         return found
-
-    def _form_of_own(self, parameter: Tensor, group: Mapping[str, Any]) -> Result | None:
-        """Return a form for a parameter that each rank trains by itself: nothing is sent of its result, so that of the
-        matrix does.
-        """
-        found = self.run_one(parameter, group, lambda matrix, _: matrix)
-        return None if found is None else Result(tuple(found.shape), tuple(found.shape), found.dtype)
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -252,17 +316,15 @@ class SharedOperator:
 
     # The first step with parameters that are not known: every rank computes all, and ranks compare the results.
 
-    def _learn(self, groups: Mapping[Tensor, Mapping[str, Any]], unknown: Sequence[Tensor]) -> None:
-        expected: dict[Tensor, str] = {}
-        for parameter in groups:
-            digest: list[str] = []
+    def _learn(self, groups: Groups, unknown: Sequence[Tensor]) -> None:
+        digests = list[str]()
 
-            def look(matrix: Tensor, group: Mapping[str, Any], digest: list[str] = digest) -> Tensor:
-                digest.append(_digest(matrix, group))
-                return matrix
+        def look(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            digests.append(_digest(matrix, group))
+            return matrix
 
-            if self.run_one(parameter, groups[parameter], look) is not None:
-                expected[parameter] = digest[0]
+        called = [p for p in groups if self.run_one(p, groups[p], look) is not None]
+        expected = dict(zip(called, digests, strict=True))
         calls: list[tuple[str, Result, str, bool]] = []
         state = {
             tensor.untyped_storage().data_ptr()
@@ -296,22 +358,14 @@ class SharedOperator:
         elif any(writes for *_, writes in calls):
             problem = "its operator writes to the optimizer's state"
         results = zip(expected, calls, strict=False)
-        mine = (problem, [(self._names[p], str(form), digest) for p, (_, form, digest, _) in results
-                          if p in self._names])  # fmt: skip
-        everyone = self._world.gather(mine, f"comparing results of the operator of {self._what}")
-        problem = next((found for found, _ in everyone if found), None)
-        by_rank = [of_rank for _, of_rank in everyone]
-        if problem is None:
-            for rank, theirs in enumerate(by_rank):
-                odd = next((a for a, b in zip(theirs, by_rank[0], strict=False) if a != b), None)
-                if odd is not None or len(theirs) != len(by_rank[0]):
-                    what = (
-                        "other parameters"
-                        if odd is None or odd[0] not in dict.fromkeys(n for n, *_ in by_rank[0])
-                        else f"another result of {odd[0]}"
-                    )
-                    problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"
-                    break
+        mine = {self._names[p]: (str(form), digest) for p, (_, form, digest, _) in results if p in self._names}
+        everyone = self._world.gather((problem, mine), f"comparing results of the operator of {self._what}")
+        problem, first = next((found for found, _ in everyone if found), None), everyone[0][1]
+        for rank, (_, theirs) in enumerate(everyone):
+            if problem is None and theirs != first:
+                odd = next((name for name, result in theirs.items() if result != first.get(name)), None)
+                what = f"another result of {odd}" if odd in first else "other parameters"
+                problem = f"rank {rank} has {what} than rank 0: it depends on more than the matrix and its group"
         if problem is None:
             self._forms.update((p, form) for p, (_, form, *_) in zip(expected, calls, strict=True))
             return

@@ -6,7 +6,8 @@ parameters on owners, and operators on owners (`runtime.optimizers.shared_operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
@@ -73,6 +74,10 @@ class Operator(Protocol):
         """True if `step` writes to no parameter and no gradient before it calls the operator."""
 
     @property
+    def batched(self) -> bool:
+        """True if `compute` takes a stack of matrices of one group, (b, m, n), too."""
+
+    @property
     def update_dtype(self) -> torch.dtype | None:
         """Dtype of results that `apply` takes; None where it does not say how they are applied."""
 
@@ -93,6 +98,7 @@ class OwnOperator:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.batched = getattr(type(optimizer), "batched", False) is True
 
     @property
     def update_dtype(self) -> torch.dtype | None:
@@ -120,6 +126,7 @@ class NewtonSchulz:
     """The orthogonalization of `torch.optim.Muon`, in torch's own arithmetic."""
 
     keeps_inputs = True
+    batched = True
     update_dtype = torch.bfloat16
 
     def apply(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
@@ -145,3 +152,28 @@ def operator_of(optimizer: torch.optim.Optimizer) -> Operator | None:
         return NewtonSchulz()
     declared = getattr(type(optimizer), "unit", None) == "matrix"
     return OwnOperator(optimizer) if declared and callable(getattr(type(optimizer), "operator", None)) else None
+
+
+DRAWS = 2
+"""Random stacks that are compared, too: gradients may be zeros at first, whose bits are equal in any order of sums."""
+
+
+@torch.no_grad()
+def stack_difference(operator: Operator, matrices: Sequence[Tensor], options: Sequence[Mapping[str, Any]]) -> float:
+    """Return how far the results of a stack are from those of its matrices one at a time, relative to the largest
+    element of these: 0.0 where all bits are equal, infinity where a stack has no such results.
+    """
+    generator, largest = torch.Generator(matrices[0].device).manual_seed(0), 0.0
+    for draw in range(1 + DRAWS):
+        given = [torch.empty_like(one).normal_(generator=generator) if draw else one for one in matrices]
+        alone = torch.stack([operator.compute(one.clone(), of) for one, of in zip(given, options, strict=True)])
+        try:
+            stack = operator.compute(torch.stack(given), options[0])
+        except Exception:  # ranks compare what each has found
+            return math.inf
+        if (stack.shape, stack.dtype) != (alone.shape, alone.dtype):
+            return math.inf
+        if not torch.equal(*(one.contiguous().view(torch.uint8) for one in (stack, alone))):
+            apart = float((stack - alone).abs().max() / alone.abs().max())
+            largest = max(largest, apart if apart > 0.0 else math.inf)  # signs of zeros, or no numbers
+    return largest

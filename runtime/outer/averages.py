@@ -14,11 +14,13 @@ from runtime.outer.anchors import wide_dtype
 WHAT = "averaging the workers' state"
 
 
-def mean_over(world: World, tensor: Tensor) -> Tensor:
-    """Return the mean of all workers' tensors of one shape, the same on all of them, which all have to call this."""
-    flat = tensor.detach().reshape(-1).to(wide_dtype(tensor.dtype))
+def mean_over(world: World, tensor: Tensor, scale: float = 1.0) -> Tensor:
+    """Return the mean of all workers' tensors of one shape, the same on all of them, which all have to call this. Where
+    they are times a `scale` of each worker's own, it is the mean without these, times this worker's.
+    """
+    flat = tensor.detach().reshape(-1).to(wide_dtype(tensor.dtype)) / scale
     parts = world.gather_parts(flat, WHAT).view(world.ranks, -1)
-    return mean_of(list(parts)).view(tensor.shape)
+    return mean_of(list(parts)).view(tensor.shape) * scale
 
 
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:

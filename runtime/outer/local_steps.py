@@ -253,17 +253,18 @@ class Outer(Mode, StepHooks):
 
     def _settle_last_step(self) -> None:
         """Send what others may have sent behind the last step; where no rank's optimizer has taken it yet, average its
-        gradients.
+        gradients, each in its worker's loss scale.
         """
         self._advance(self.host.step)
         pending = self._exchanged == self.host.step and not self._stepped
         if not all(self.host.world.gather(pending, "ending outer steps")):
             return
+        scale = (self.host.options.loss_scale or (lambda: 1.0))()
         for parameter in self._parameters.values():
             gradients = self.host.world.gather(parameter.grad is not None, "ending outer steps")
             if any(gradients):
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = own.copy_(mean_over(self.host.world, own))
+                parameter.grad = own.copy_(mean_over(self.host.world, own, scale))
 
     def _average_buffers(self) -> None:
         buffers = self.host.synced_buffers()

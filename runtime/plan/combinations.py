@@ -33,11 +33,9 @@ _ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK)
 COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SYNCHRONOUS: {},
     SHARDED: {
-        **dict.fromkeys(
-            (*_ONLY_DENSE, FROM_STEP), "the sharded optimizer step (ZeRO-1) reduce-scatters uncompressed gradients"
-        ),
-        SHARED_NORMS: "norms need whole layers, and with the sharded optimizer step (ZeRO-1) each rank has a part",
-        SHARED_OPERATOR: "operators need whole matrices, and with the sharded step (ZeRO-1) each rank has a part",
+        **dict.fromkeys((*_ONLY_DENSE, FROM_STEP), "a sharded step reduce-scatters uncompressed gradients"),
+        SHARED_NORMS: "norms need whole layers, and of a sharded step each rank has a part",
+        SHARED_OPERATOR: "operators need whole matrices, and of a sharded step each rank has a part",
         SOLVER: "the constraint program models all-reduces, not the sharded optimizer step "
         "(leave out --allow sharded-step)",
     },

@@ -254,6 +254,11 @@ class OperatorPlan(Record):
     inside: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Messages, by their place in `gathers`, that each node gathers by itself: the owner of their parameters is a local
     rank, of every node. None: all ranks gather all."""
+    batched: Annotated[tuple[Name, ...], Field(min_length=2)] | None = None
+    """Parameters whose owner computes those of one shape, group and message as one stack, where ranks find that its
+    results are near enough to those of one at a time. None: every matrix alone."""
+    tolerance: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Largest difference of such results, relative to the largest element; None: all bits are equal."""
     replicated_us: PredictedUs | None = None
     """The update if each rank computes all operators."""
     shared_us: PredictedUs | None = None
@@ -268,9 +273,7 @@ class OperatorPlan(Record):
     @property
     def messages(self) -> tuple[tuple[str, ...], ...]:
         """Return the parameters of each message; none where nothing is shared."""
-        if not self.owners:
-            return ()
-        return self.gathers or (tuple(self.owners),)
+        return (self.gathers or (tuple(self.owners),)) if self.owners else ()
 
     @property
     def predicted_us(self) -> float | None:
@@ -438,13 +441,8 @@ class Plan(Document):
             path: JSON path of the plan, which the message begins with.
         """
         checks = (
-            interface_problem,
-            gathers_problem,
-            _buckets_problem,
-            _from_step_problem,
-            _shares_problem,
-            _cuts_problem,
-        )
+            interface_problem, gathers_problem, _buckets_problem, _from_step_problem, _shares_problem, _cuts_problem
+        )  # fmt: skip
         problem = next(filter(None, (check(self, path) for check in checks)), None)
         if problem is None and self.outer is not None:
             problem = self.outer.problem_in(self.buckets, path)

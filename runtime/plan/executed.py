@@ -78,7 +78,7 @@ def cost_line(plan: Plan) -> str | None:
     what = "not measured on this job"
     if plan.accuracy_measured is not None:
         what = "measured before the plan was changed, not since"
-    return f"accuracy: {what} (planner compare JOB --learn STEPS)"
+    return f"accuracy: {what} (planner compare JOB --plan PLAN --learn STEPS)"
 
 
 def executed_bucket(bucket: PlanBucket) -> PlanBucket:
@@ -111,8 +111,10 @@ def _executed_updates(plan: Plan) -> UpdatePlan | None:
     operator = updates.operator if updates is not None else None
     owned = None
     if operator is not None and operator.owners:
-        owners = dict(sorted(operator.owners.items()))
-        owned = OperatorPlan(owners=owners, gathers=operator.messages, inside=operator.inside or None)
+        owned = OperatorPlan(
+            owners=dict(sorted(operator.owners.items())), gathers=operator.messages, inside=operator.inside or None,
+            batched=operator.batched, tolerance=operator.tolerance,
+        )  # fmt: skip
     step = None
     if updates is not None and updates.step is not None and updates.step.sharded:
         gathers = plan.gathers

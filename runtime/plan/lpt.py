@@ -33,12 +33,13 @@ def longest_first(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def loads_of(costs: Sequence[float], owners: Sequence[int], parts: int) -> list[float]:
-    """Return the load of each part.
+    """Return the load of each part; items whose owner is negative are in none.
 
     >>> loads_of([3.0, 1.0, 2.0], (0, 1, 1), 3)
     [3.0, 3.0, 0.0]
     """
     loads = [0.0] * parts
     for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
+        if owner >= 0:
+            loads[owner] += cost
     return loads

@@ -35,8 +35,7 @@ class MeasuredTask(Record):
     @classmethod
     def of(cls, span: Span) -> MeasuredTask:
         """Return a task of a timeline; marks of a bucket may be missing in some steps, so that it ends too early."""
-        fields = {name: getattr(span, name) for name in ("task", "resource", "start_us", "bucket", "ready_us")}
-        return cls(**fields, end_us=max(span.start_us, span.end_us))
+        return cls(**span.task_fields | {"end_us": max(span.start_us, span.end_us)})
 
     def problem(self, path: str) -> str | None:
         """Return what is wrong if the task ends before it starts."""

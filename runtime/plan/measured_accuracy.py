@@ -15,14 +15,9 @@ JudgedBy = Literal["loss", "metric"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccuracyMeasured(Record):
-    """Last loss of a plan against DDP's over the same batches, as `planner compare --learn` measured it.
+class LearnedFigures(Record):
+    """Last loss against DDP's over the same batches. Differences are relative: 0.01 is a loss that is 1 % larger."""
 
-    Differences are relative: 0.01 is a loss that is 1 % larger.
-    """
-
-    job: Name
-    """The job or script that was trained."""
     verdict: LearnedVerdict
     last_loss: float | None = None
     """Mean over the last tenth of the steps, all ranks and seeds; None: it was not finite."""
@@ -32,12 +27,8 @@ class AccuracyMeasured(Record):
     """95 % interval of `against_ddp` over seeds; None: there was one seed, or the loss was not finite."""
     ddp_spread: Annotated[float, Field(ge=0.0)]
     """Largest difference of DDP from itself with sums in another order."""
-    margin: Annotated[float, Field(gt=0.0)]
-    steps: PositiveCount
-    seeds: PositiveCount
-    ranks: Ranks
     steps_to_ddp_loss: float | None = None
-    """Steps until the loss that DDP has at 90 % of its steps; None: not reached."""
+    """Steps until the loss that DDP has at 90 % of its steps, mean over seeds; None: some seed does not reach it."""
     time_to_ddp_loss: float | None = None
     """Time until that loss, as a share of DDP's."""
     metric: float | None = None
@@ -46,7 +37,21 @@ class AccuracyMeasured(Record):
     """Mean over seeds of the difference from DDP's metric, in its own unit."""
     metric_ci95: tuple[float, float] | None = None
     judged_by: JudgedBy = "loss"
-    """The figure whose interval gave the verdict."""
+    """The figure whose interval gave the verdict: the metric where DDP's own spread of the loss is above the margin and
+    the job has one.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyMeasured(LearnedFigures):
+    """The figures of a plan, as `planner compare --learn` measured them."""
+
+    job: Name
+    """The job or script that was trained."""
+    margin: Annotated[float, Field(gt=0.0)]
+    steps: PositiveCount
+    seeds: PositiveCount
+    ranks: Ranks
     executed: Annotated[str, Field(pattern=r"^sha256:")] | None = None
     """Digest of what the measured plan executes: see `runtime.plan.executed.executed_digest`."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 UPDATER = "updater "
 """Prefix of the resources that are local updaters; their number follows."""
@@ -30,6 +30,11 @@ class Span:
     @property
     def duration_us(self) -> float:
         return self.end_us - self.start_us
+
+    @property
+    def task_fields(self) -> dict[str, Any]:
+        """Return the fields that tasks of every kind have, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Span)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

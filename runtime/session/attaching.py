@@ -13,11 +13,12 @@ from torch import nn
 
 from runtime.checks.attach import ModelFacts, check_attach, device_kinds, form_of_followed
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import check_steps, holders_of, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import check_steps, holders_of, warn_of_accuracy
 from runtime.checks.plan import check_plan
 from runtime.checks.topology import adapt, check_topology
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, deadlines
+from runtime.core.compiled import compile_identity
 from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.core.options import AttachOptions, CompileArgument, ResidualUnit
 from runtime.errors import InputError, PlanMismatch
@@ -156,10 +157,7 @@ def attach_as(
             if problem := check_topology(phase, world.topology):
                 raise PlanMismatch(f"phase {number} of the plan: {problem}")
         world.take_down_dropped()  # all ranks are known to attach now
-        if world.rank == 0 and world.ranks > 1:
-            warn_of_selection(adapted, inner_optimizers(optimizer))
-            if options.guard:
-                warn_of_cost(adapted)
+        warn_of_accuracy(adapted, inner_optimizers(optimizer), world, guarded=options.guard)
         if options.drift and world.rank == 0:
             warn_of_torch(adapted)
         if options.sync:
@@ -185,14 +183,14 @@ def compare_ranks(
         where = node_info(world.group, options.mesh)
     except InputError as error:
         problem = str(error)
-    digest, print_, parameters = "", "", tuple[str, ...]()
+    digest, print_, parameters, compiled = "", "", tuple[str, ...](), None
     if problem is None:
-        print_ = facts.fingerprint
+        print_, compiled = facts.fingerprint, compile_identity(options.compile)
         digest, parameters = ("", tuple(facts.parameters)) if plan is None else (plan.digest(), plan.first.gradients)
     followed = form_of_followed(model, buffers=options.broadcast_buffers) if options.sync else ""
     mine = RankInfo(
         __version__, torch.__version__, digest, print_, parameters, device_kinds(model), problem, where=where,
-        followed=followed, holders=facts.holders,
+        followed=followed, holders=facts.holders, compile=compiled,
     )  # fmt: skip
     everyone = agree(world, mine)
     world.topology = find_topology([one.where for one in everyone if one.where is not None])

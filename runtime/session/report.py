@@ -26,7 +26,6 @@ from runtime.plan.executed import cost_line
 from runtime.plan.last_ranks import MessageArrival, RankArrival
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
-from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
 from runtime.sparse.samples import Sampled
 
@@ -236,7 +235,7 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write `measured` to `path` as JSON, for `planner explain --measured`."""
-        write_json(path, self.to_document())
+        self.measured.save(path)
 
     def metrics(self) -> dict[str, float]:
         """Return the report as plain numbers by name, for TensorBoard and the like; what is not known is left out.

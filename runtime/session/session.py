@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runtime.checks.attach import check_executable
 from runtime.checks.modes import asked_modes, make_mode
-from runtime.checks.optimizer import holders_of, warn_of_cost, warn_of_selection
+from runtime.checks.optimizer import holders_of, warn_of_accuracy
 from runtime.checks.plan import check_switch, trainable_parameters
 from runtime.checks.topology import adapt
 from runtime.comm.collectives import has_phases
@@ -210,8 +210,8 @@ class Session:
         self._monitor.begin(self._mode, self._exchange)
         self._mode.begin(self._exchange)
         if self._compiled is not None:
-            self._compiled.cut(plan.cuts)
             self._handles.append(self._compiled)
+            self._cut(self._compiled, plan)
         attached.add(model)
 
     @property
@@ -310,8 +310,13 @@ class Session:
         self._shares.plan_changed(mode.plan)
         self._put(exchange)
         if self._compiled is not None:
-            self._compiled.cut(mode.plan.cuts)
+            self._cut(self._compiled, mode.plan)
         mode.begin(exchange)
+
+    def _cut(self, compiled: CompiledModel, plan: Plan) -> None:
+        """Compile the model in the plan's regions: what `torch.compile` has made of it gets another `forward`."""
+        compiled.cut(plan.cuts)
+        self._backward.calls.install()
 
     def _put(self, exchange: Exchange) -> None:
         """Replace the active exchange between two steps; all ranks call this."""
@@ -587,10 +592,7 @@ class Session:
             )
             if problem:
                 return None, problem
-            if self._world.rank == 0 and self._world.ranks > 1:
-                warn_of_selection(loaded, self.optimizers)
-                if self._options.guard:
-                    warn_of_cost(loaded)
+            warn_of_accuracy(loaded, self.optimizers, self._world, guarded=self._options.guard)
             mode = make_mode(adapt(loaded, self._world, self._parameters), self._host)
             return (mode, mode.make_exchange()), None
         except InputError as error:
@@ -614,6 +616,12 @@ class Session:
             "operators": self._operators.report(),
         }
         return replace(report, step=mode.report(), arrivals=found.rows, messages=found.messages, **shared)
+
+    def arrival_figures(self) -> list[list[float]]:
+        """Return this rank's figures of each recorded step but the first; see `runtime.plan.last_ranks.rank_arrivals`,
+        which compares those of all ranks.
+        """
+        return self._monitor.arrivals.figures(self._recorder.steps)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last steps on this rank as plain numbers by name, for TensorBoard and the like.

@@ -130,11 +130,10 @@ class OwnPart(Part):
     def gathered(self, world: World, own: Tensor, doing: str, out: Tensor | None = None) -> Tensor:
         """Return every rank's vector of as many elements as its part has, one after the other; all ranks call this."""
         if len(set(self.sizes)) == 1:
-            return world.gather_parts(own, doing) if out is None else world.gather_parts(own, doing, out)
-        assert world.group is not None
+            return world.gather_parts(own, doing, out)
         whole = own.new_empty(sum(self.sizes)) if out is None else out
         with world.error_context(doing):
-            for work in self._gather(whole, own.contiguous(), world.group):
+            for work in self._gather(whole, own.contiguous(), world.process_group):
                 work.get_future()  # else sends and receives end where a slice of the wait does
                 world.wait(work, doing, own.device)
         return whole

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from runtime.comm.world import World
 from runtime.core.buckets import Slot
-from runtime.core.closures import Closure, is_closure, with_closures
+from runtime.core.closures import after_backward
 from runtime.errors import InputError
 from runtime.modes.base import StepHooks
 from runtime.monitor.clock import Clock
@@ -120,21 +120,7 @@ class ShardedStep(StepHooks):
                 "not added gradients up yet; expected it after backward: call it then, or plan without sharing "
                 "(`planner optimize` without --allow sharded-step)"
             )
-        if any(map(is_closure, (*arguments, *keywords.values()))):
-            return with_closures(self._beside, arguments, keywords)
-        self._swap_in()
-        return None
-
-    def _beside(self, closure: Closure) -> Closure:
-        """Return a closure whose backward meets parameters, and after which the optimizer's step meets pieces."""
-
-        def run() -> Any:
-            self._swap_back()
-            loss = closure()
-            self._swap_in()
-            return loss
-
-        return run
+        return after_backward(self._swap_in, arguments, keywords, self._swap_back)
 
     @torch.no_grad()
     def _swap_in(self) -> None:

@@ -33,7 +33,7 @@ MAX_WORDS = 24_000
 MAX_COMPATIBILITY_WORDS = 2_500
 MAX_CHANGELOG_WORDS = 1300
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-MAX_CONTRIBUTING_WORDS = 650
+MAX_CONTRIBUTING_WORDS = 550
 PROGRAMS = ("torchrun", "all_reduce_perf", "sbatch", "pip", "rm")
 """Of others, in commands of pages."""
 PLACE = re.compile(r"`((?:planner|runtime|tests|benchmarks|docs|examples|profiles)/[\w/.-]+)`")

@@ -20,7 +20,7 @@ from late_links import slow
 from model_checks import bits
 from script_runs import Misfit, Run
 from script_sides import WAIT_S, AcceleratorSide, DDPSide, PlannerAcceleratorSide, PlanSide
-from scripts import Script, from_line
+from scripts import OWN_WEIGHTS, Script, from_line
 from torch import Tensor, nn
 
 from runtime.errors import InputError
@@ -172,7 +172,7 @@ def judge(script: Script, ddp: Outcome, plan: Outcome) -> str | None:
         return "ranks end with different parameters"
     if ddp.raised or not ddp.agree or not has_reference(script):
         return None
-    if not plan.raised and script.kind != "delayed" and len(ddp.log) != len(plan.log):
+    if not plan.raised and script.kind not in OWN_WEIGHTS and len(ddp.log) != len(plan.log):
         return f"DDP logged {len(ddp.log)}, the plan {len(plan.log)}"
     return first_difference(ddp.log, plan.log, tolerance_of(script))
 

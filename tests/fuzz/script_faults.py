@@ -19,6 +19,8 @@ from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.delay.server import Server
 from runtime.optimizers.shared_operator import SharedOperator
+from runtime.optimizers.units import Compute
+from runtime.outer import local_steps
 from runtime.session.session import Session
 from runtime.sharded import awaited
 from runtime.sharded import exchange as sharded
@@ -43,9 +45,9 @@ def _faster(self: Server, rates: Any, *arguments: Any) -> None:
     _update(self, [rate | {"lr": rate["lr"] * 1.01} for rate in rates], *arguments)
 
 
-def _without_momentum(self: SharedOperator, parameter: Tensor, group: Any) -> Tensor:
+def _without_momentum(_self: SharedOperator, parameter: Tensor, group: Any, compute: Compute) -> Tensor:
     assert parameter.grad is not None
-    return self._operator.compute(parameter.grad, group)
+    return compute(parameter.grad, group)
 
 
 @contextlib.contextmanager
@@ -93,6 +95,9 @@ FAULTS = {
     "owners go further than they should": Fault(Server, "update", _faster, "delayed dtype=float64: train 4"),
     "owners orthogonalize gradients without momentum": Fault(
         SharedOperator, "_result", _without_momentum, "exact optimizer=muon: train 3"
+    ),
+    "workers keep the state of their optimizers": Fault(
+        local_steps, "average_optimizer", lambda *_: None, "outer optimizer=adamw: train 4; switch 1; train 2"
     ),
     "closures' losses are not averaged": Fault(
         LossAveraging, "install", lambda *_: [], "exact optimizer=lbfgs: train 2"

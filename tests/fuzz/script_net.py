@@ -16,6 +16,7 @@ from runtime.plan import (
     DelaySpec,
     ModelReference,
     OperatorPlan,
+    OuterSpec,
     Plan,
     PlanBucket,
     PlanWorld,
@@ -246,6 +247,13 @@ def _operators(matrices: Sequence[str], group: int, ranks: int) -> OperatorPlan 
     return OperatorPlan(owners=owners, gathers=messages, inside=(0,) if group > 2 else None)
 
 
+def _outer(buckets: Sequence[PlanBucket], group: int) -> OuterSpec:
+    """The first bucket is a fragment, others are one; one step late, and mixed, with an odd number in each."""
+    rest = tuple(name for bucket in buckets[1:] for name in bucket.gradients)
+    fragments = (buckets[0].gradients, rest) if rest else None
+    return OuterSpec(every=2, fragments=fragments, delay_steps=group % 2, mix=group % 2 / 2, warmup_steps=2)
+
+
 def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int, matrices: Sequence[str] = ()) -> Plan:
     """Buckets of `group` gradients in reverse order of registration; `matrices`: parameters of Muon."""
     names = list(reversed(parameters))
@@ -254,17 +262,18 @@ def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int, matric
         "algorithm": "flat",
         "compressor": CompressorSpec(name="topk", selector="exact", density=DENSITY),
     }
-    how: dict[str, Any] = sparse if kind == "sparse" else {}
+    how: dict[str, Any] = sparse if kind == "sparse" or (kind, group) == ("outer", 2) else {}
     buckets = tuple(PlanBucket(gradients=tuple(names[i : i + group]), **how) for i in range(0, len(names), group))
     return Plan(
         model=ModelReference(name="script"),
-        world=PlanWorld(ranks=ranks, nodes=ranks if kind == "delayed" else 1),
-        accuracy={"sparse": "bounded", "delayed": "relaxed"}.get(kind, "exact"),
+        world=PlanWorld(ranks=ranks, nodes={"delayed": ranks, "outer": None}.get(kind, 1)),
+        accuracy={"sparse": "bounded", "delayed": "relaxed", "outer": "relaxed"}.get(kind, "exact"),
         buckets=buckets,
         delay=DELAY if kind == "delayed" else None,
+        outer=_outer(buckets, group) if kind == "outer" else None,
         updates=UpdatePlan(
             step=_step(kind, len(buckets), matrices, ranks) if kind in INTERFACES else None,
-            operator=None if kind in INTERFACES else _operators(matrices, group, ranks),
+            operator=None if kind in (*INTERFACES, "outer") else _operators(matrices, group, ranks),
         ),
         interface=INTERFACES.get(kind),
     )

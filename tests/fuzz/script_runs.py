@@ -205,6 +205,8 @@ class Run:
     def perform(self, index: int, action: Action) -> None:
         """One action, on the ranks that do it."""
         self.label = f"{index} {action}"
+        session = self.side.watched()
+        self.delayed |= session is not None and session._mode.own_weights  # a switch has let them
         if self.retired:
             return
         if not self.attached and (action.name == "attach" or not self.waits or not RULES[action.name].early):
@@ -222,6 +224,10 @@ class Run:
         state: Any = None
         if session is not None and session.optimizer is self.optimizer and self.script.kind in SHARED:
             state = None if self.dropped else session.optimizer_state_dict()
+        # A session knows the state of its optimizer alone, which it averages with the weights.
+        averages = self.script.kind == "outer" and not {one.name for one in self.script.actions} & {"drop", "optimizer"}
+        if averages and session is not None and session._mode.own_weights:
+            self.side.switch(100)
         self.side.leave()
         if self.second is not None:
             self.second[2].leave()
@@ -230,6 +236,7 @@ class Run:
         self._note_state((state or self.optimizer.state_dict())["state"])
         for name, parameter in self.model.named_parameters():
             self.note(f"gradient of {name}", parameter.grad)
+        self.delayed &= not averages
 
     # What is compared.
 
@@ -471,7 +478,7 @@ class Run:
         if self._habit("scaler"):
             for one in each_of(self.optimizer):
                 self.scaler.step(one)
-            self.scaler.update()
+            self.scaler.update(64.0 if self.script.kind == "outer" else None)  # else ranks come to scales of their own
             self.note("scale", self.scaler.get_scale())
         else:
             self.optimizer.step()
@@ -501,7 +508,8 @@ class Run:
     def _after_update(self) -> None:
         session = self.side.watched()
         if self.servers is None and session is not None and session._mode.own_weights:
-            self.servers, self.delayed = Servers(self.model, self.momenta), True
+            self.delayed = True
+            self.servers = Servers(self.model, self.momenta) if self.script.kind == "delayed" else None
         for scheduler in self.schedulers:
             scheduler.step()
         if self._habit("ema"):

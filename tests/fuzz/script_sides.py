@@ -14,7 +14,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import GradientState
 from model_trainers import follow_rank_0
 from script_net import DENSITY, Net, each_of, plan_of
-from scripts import SHARED, Script
+from scripts import OWN_WEIGHTS, SHARED, Script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,7 +111,7 @@ class PlanSide:
             target, each_of(optimizer), self._plan(), None if self.group is dist.group.WORLD else self.group,
             timeout_s=WAIT_S, guard=False, broadcast_buffers=not self.script.broadcast,
             weight=(lambda: 3.0) if self.script.weights else None,
-            loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
+            loss_scale=loss_scale if self._kind in ("sparse", *OWN_WEIGHTS) else None,
         )  # fmt: skip
         self._names, self.watched = tuple(self.session._parameters), weakref.ref(self.session)
         return target
@@ -158,11 +158,11 @@ class PlanSide:
         self.group = group
 
     def switch(self, buckets: int) -> None:
-        """Another plan; of a sharded step one that is not, by turns, and likewise with a delay."""
+        """Another plan; of a sharded step one that is not, by turns, and so with workers that train alone."""
         if self.session is None:
             return
         self._buckets = buckets
-        if self._own in (*SHARED, "delayed"):
+        if self._own in (*SHARED, *OWN_WEIGHTS):
             self._kind = "exact" if self._kind == self._own else self._own
         self.session.switch(self._plan())
 

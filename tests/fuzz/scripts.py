@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-KINDS = ("exact", "sparse", "sharded", "delayed", "late")
+KINDS = ("exact", "sparse", "sharded", "delayed", "late", "outer")
 """Of the plan; `late` is sharded, with gathers beside the next forward, and compared with that."""
 SHARED = ("sharded", "late")
-WITH_MUON = ("exact", "sparse", "sharded")
+OWN_WEIGHTS = ("delayed", "outer")
+"""Kinds whose ranks train alone, after steps that are compared."""
+WITH_MUON = ("exact", "sparse", "sharded", "outer")
 """Kinds whose scripts may have Muon for matrices, whose operators or steps owners compute, and AdamW for the rest."""
 FEATURES = (
     "norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart", "bank", "growing", "expert",
@@ -108,7 +110,7 @@ class Rule:
     """Whether it may come before `attach`."""
 
 
-NOT_DELAYED = ("exact", "sparse", "sharded", "late")
+NOT_DELAYED = ("exact", "sparse", "sharded", "late", "outer")
 LIKE_DDP = ("exact", "sharded", "late")
 
 GLANCES = (
@@ -185,7 +187,7 @@ RULES: dict[str, Rule] = {
     "switch_within": Rule(2, (("1", "2", "100"),), NOT_DELAYED),
     "reattach": Rule(2, (("1", "2", "100"),), ("exact", "sharded", "delayed", "late")),
     "report": Rule(1, alone=True),
-    "resize": Rule(1, (), ("exact", "sharded", "sparse", "late")),
+    "resize": Rule(1, (), NOT_DELAYED),
     "glance": Rule(8, (GLANCES,), ("late",), alone=True),
 }
 
@@ -193,9 +195,10 @@ OFTEN: dict[str, dict[str, int]] = {
     "sparse": {"checkpoint": 10},
     "sharded": {"exchange": 8, "look": 1, "keep": 1},  # the last two are refused, as a rule
     "late": {"look": 0, "keep": 1, "evaluate": 8, "copy": 5, "save": 5, "checkpoint": 5},
+    "outer": {"switch": 10, "checkpoint": 10},
 }
 """Weights of actions that try what is particular to a kind."""
-TRAINS = {"exact": 0.3, "sparse": 0.7, "sharded": 0.6, "delayed": 0.5, "late": 0.8}
+TRAINS = {"exact": 0.3, "sparse": 0.7, "sharded": 0.6, "delayed": 0.5, "late": 0.8, "outer": 0.8}
 """How often there are steps between two actions: what is carried from step to step shows in the next ones only."""
 
 KNOWN: tuple[str, ...] = ()
@@ -223,7 +226,7 @@ def draw_scripts(count: int, seed: int, ranks: int | None = None) -> list[Script
 
 
 def _draw(chance: random.Random) -> Script:
-    kind = chance.choices(KINDS, (10, 4, 6, 4, 6))[0]
+    kind = chance.choices(KINDS, (10, 4, 6, 4, 6, 5))[0]
     ranks = 3 if chance.random() < 0.2 else 2
     features = tuple(feature for feature in FEATURES if chance.random() < 0.2)
     optimizer = chance.choice(("sgd", "momentum", "adamw", "adamw", "rmsprop", "adamw_loop", "muon", "muon"))
@@ -288,6 +291,8 @@ def normal(script: Script) -> Script:
     if "validate" in names:  # behind a forward without gradients DDP leaves ranks what they change in buffers
         actions = [replace(a, arguments=("eval",)) if a.arguments == ("no_grad",) else a for a in actions]
         actions = [a for a in actions if a.name not in ("buffers", "fail")]  # after which ranks have their own, too
+    # With outer steps, where one rank's backward raises, it is a step of the others alone.
+    actions = [a for a in actions if script.kind != "outer" or a.arguments != ("alone",)]
     if script.kind == "delayed" and "clip" in habits:  # by a norm that is each rank's own
         features = [feature for feature in features if feature != "expert"]
     if "growing" in features:  # a forward in training mode on one rank alone would leave DDP buffers of unlike sizes
@@ -335,7 +340,7 @@ def normal(script: Script) -> Script:
 def _weights(script: Script, actions: list[Action]) -> tuple[str, list[Action]]:
     """The weights that it may have, and the actions that it may have with them."""
     added = {("zero", "zeros"), ("zero", "skip"), ("every", "2"), ("every", "3"), ("own", "each")}
-    if script.kind == "delayed" or added & {action.arguments for action in actions}:
+    if script.kind in OWN_WEIGHTS or added & {action.arguments for action in actions}:
         return "", actions  # averages that are not zeroed, and gradients of ranks' own, come behind those of the step
     if script.weights != "unequal" or script.kind == "sparse" or script.framework or script.optimizer == "muon":
         return script.weights and "equal", actions

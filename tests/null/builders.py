@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from rich.console import Console
 
 from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.profile import Cluster, Profile, parse_cluster, parse_profile
 from planner.model.problem import Problem
+from planner.report.tables import print_plan
+from runtime.plan import Plan
 
 Rows = Sequence[tuple[int, float]]
 """(numel, backward_us) of each gradient."""
@@ -226,17 +230,41 @@ def random_problem(rng: np.random.Generator, count: int, kind: str, **options: A
     return make(profile_document(rows, **options), cluster)
 
 
-def run(*arguments: str) -> None:
-    """Run a command, which has to succeed."""
+def run(*arguments: str, code: int = 0) -> None:
+    """Run a command, which has to end with this exit code."""
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    assert not stop.value.code
+    assert (stop.value.code or 0) == code
+
+
+class Outcome(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def outcome_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Outcome:
+    """Run a command, and return how it ended."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    code = stop.value.code or 0
+    assert isinstance(code, int)
+    return Outcome(code, *capsys.readouterr())
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """Return what a command prints with --json."""
     run(*arguments, "--json")
     return json.loads(capsys.readouterr().out)
+
+
+def printed(plan: Plan) -> str:
+    """Return the tables of a plan with its buckets, as a wide terminal shows them."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_plan(plan, console, buckets=True)
+    return console.export_text()
 
 
 def every_choice(count: int, forms: int) -> Any:

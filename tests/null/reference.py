@@ -40,13 +40,18 @@ def interpolate(samples: Sequence[tuple[float, float]], size_bytes: float) -> fl
     return times[left] + slope * (size_bytes - sizes[left])
 
 
-def bucket_us(problem: Problem, gradients: Sequence[int]) -> float:
-    """One message per dtype; their sum."""
+def message_sizes(problem: Problem, gradients: Sequence[int]) -> list[int]:
+    """Bytes of a bucket's messages, one for each dtype."""
     sizes: dict[str, int] = {}
     for index in gradients:
         gradient = problem.profile.compute.gradients[index]
         sizes[gradient.dtype] = sizes.get(gradient.dtype, 0) + gradient.numel * DTYPE_BYTES[gradient.dtype]
-    return sum(message_us(problem, size_bytes) for size_bytes in sizes.values())
+    return list(sizes.values())
+
+
+def bucket_us(problem: Problem, gradients: Sequence[int]) -> float:
+    """One message per dtype; their sum."""
+    return sum(message_us(problem, size_bytes) for size_bytes in message_sizes(problem, gradients))
 
 
 def slowed(problem: Problem, gradients: Sequence[int]) -> tuple[float, float]:
@@ -54,15 +59,12 @@ def slowed(problem: Problem, gradients: Sequence[int]) -> tuple[float, float]:
     contention = problem.contention
     if contention.by_size is None:
         return contention.compute, contention.network
-    sizes: dict[str, int] = {}
-    for index in gradients:
-        gradient = problem.profile.compute.gradients[index]
-        sizes[gradient.dtype] = sizes.get(gradient.dtype, 0) + gradient.numel * DTYPE_BYTES[gradient.dtype]
+    sizes = message_sizes(problem, gradients)
     known = sorted(contention.by_size)
-    factors = [tuple(_between(known, size, column) for column in (1, 2)) for size in sizes.values()]
+    factors = [tuple(_between(known, size, column) for column in (1, 2)) for size in sizes]
     if len(factors) == 1:
         return factors[0][0], factors[0][1]
-    idle_us = [message_us(problem, size) for size in sizes.values()]
+    idle_us = [message_us(problem, size) for size in sizes]
     busy_us = [us * network for us, (_, network) in zip(idle_us, factors, strict=True)]
     if sum(busy_us) == 0.0:
         return 1.0, 1.0

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders import usual_profile
+from builders import run, usual_profile
 
-from planner.cli.app import main
 from planner.decide.optimize import optimize
 from runtime import debug
 from runtime.comm.communicator import CommTiming, NullCommunicator, Payload
@@ -50,9 +49,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:
 def test_the_command_line_says_so_first(asked: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError):
         asked("lunch")
-    with pytest.raises(SystemExit) as stop:
-        main(["catalog"])
-    assert stop.value.code == 2
+    run("catalog", code=2)
     assert "found lunch" in capsys.readouterr().err
 
 

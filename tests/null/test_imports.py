@@ -32,7 +32,7 @@ DECIDING = (
     "planner/jobs/job.py", "planner/jobs/finding.py",
     "planner/jobs/rank_options.py", "planner/online/cache.py", "planner/online/deciding.py", "planner/online/trying.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/pages.py", "runtime/debug.py",
-    "runtime/plan/*.py",
+    "runtime/lazy.py", "runtime/plan/*.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed: whole folders, but for one file that needs
 torch."""
@@ -166,8 +166,8 @@ ORDER = {
         "rehearse", "cli", "__main__", "__init__",
     ),
     "runtime": (
-        "errors", "version", "pages", "debug", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse",
-        "optimizers", "modes", "delay", "outer", "sharded", "checks", "fully_sharded", "session", "datacache",
+        "errors", "version", "pages", "debug", "lazy", "torch_compat", "plan", "kernels", "comm", "monitor", "core",
+        "sparse", "optimizers", "modes", "delay", "outer", "sharded", "checks", "fully_sharded", "session", "datacache",
         "local_async", "__init__",
     ),
 }  # fmt: skip

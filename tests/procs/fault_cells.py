@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fault_jobs
+from started import marked
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(fault_jobs.__file__).resolve()
@@ -186,21 +187,10 @@ def _wait(processes: list[subprocess.Popen[bytes]], cell: Cell) -> list[int]:
 def _processes_left(mark: str) -> list[str]:
     """Processes with the mark in their environment, once they had time to leave. With them go their sockets."""
     until = time.monotonic() + LEAVING_S
-    while (found := _processes(mark)) and time.monotonic() < until:
+    while (found := marked(mark)) and time.monotonic() < until:
         time.sleep(0.1)
     for process in found:
         os.kill(int(process.split()[1]), signal.SIGKILL)
-    return found
-
-
-def _processes(mark: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes():
-                found.append(f"process {entry.name} {(entry / 'cmdline').read_bytes()[:200]!r}")
-        except OSError:
-            continue  # gone, or not ours
     return found
 
 

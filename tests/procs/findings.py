@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,3 +39,11 @@ def _form(tensor: Tensor) -> str:
 def wrong(findings: Mapping[str, Any], leave_out: Container[str] = ()) -> dict[str, Any]:
     """Return, by name, the findings that are not True."""
     return {what: found for what, found in findings.items() if found is not True and what not in leave_out}
+
+
+def hold(ranks: Sequence[Mapping[str, Mapping[str, Any]]], check: str, leave_out: Container[str] = ()) -> None:
+    """Fail unless all that every rank has found in a check is True, and it has found something."""
+    for rank, results in enumerate(ranks):
+        assert results[check], f"rank {rank} found nothing"
+        found = wrong(results[check], leave_out)
+        assert found == {}, f"rank {rank}: {found}"

@@ -24,6 +24,7 @@ from hierarchy_reference import (
     planned,
 )
 from hierarchy_refusals import refusals
+from lossy_checks import carried
 from lossy_reference import equal, gradients, loss_of
 from session_checks import convnet
 from torch import Tensor, nn
@@ -90,12 +91,6 @@ def _sums(grid: Grid, phases: Any) -> Iterator[tuple[str, bool]]:
 
 
 ALL = [torch.float32, torch.float64, torch.bfloat16]
-
-
-def carried(session: Session) -> dict[str, Tensor]:
-    """What this rank has yet to send, by gradient."""
-    found: dict[str, Tensor] = session.state_dict().get("carried", {}).get("residuals", {})
-    return found
 
 
 def start(plan: Plan, model: nn.Module, group: dist.ProcessGroup, **options: Any) -> tuple[Any, Session]:

@@ -25,14 +25,18 @@ CUTS = ("blocks.1", "head")
 
 
 class Blocks(nn.Module):
-    """A list of blocks; with activation checkpoints, or with a graph break behind them."""
+    """A list of blocks; with activation checkpoints, with a graph break behind them, or with hooks that matter."""
 
-    def __init__(self, *, checkpoints: bool = False, breaks: bool = False) -> None:
+    def __init__(self, *, checkpoints: bool = False, breaks: bool = False, hooks: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(3))
         self.checkpoints, self.breaks = checkpoints, breaks
+        for module in (self.blocks[1], self.blocks[1][0], self.head) if hooks else ():
+            module.register_forward_pre_hook(lambda _, given: (1.5 * given[0],))
+            module.register_forward_hook(_halve)
+            next(module.parameters()).register_hook(lambda gradient: 1.25 * gradient)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 6) → (batch, 3)."""
@@ -45,6 +49,12 @@ class Blocks(nn.Module):
         return result
 
 
+def _halve(_module: nn.Module, _given: Any, output: Tensor) -> Tensor:
+    """Halve an output and, once more, its gradient."""
+    output.register_hook(lambda gradient: 0.5 * gradient)
+    return 0.5 * output
+
+
 def _train(side: Side, sizes: Callable[[int], int], seen: list[list[str]] | None = None) -> None:
     """Steps with accumulation. `sizes`: of the batch, by its number. `seen`: gets gradients as they come."""
     for number in range(2 * STEPS):
@@ -55,7 +65,7 @@ def _train(side: Side, sizes: Callable[[int], int], seen: list[list[str]] | None
         if number % 2 == 0:
             side.optimizer.zero_grad()
         with side.no_sync() if number % 2 == 0 else nullcontext():
-            loss = functional.cross_entropy(side.forward(x), y)
+            loss = functional.cross_entropy((side.forward.forward if number == 3 else side.forward)(x), y)
         if seen is not None:
             seen.append([])
         loss.backward()
@@ -230,6 +240,7 @@ CUT_CHECKS: dict[str, Callable[[], Any]] = {
     "dynamic": partial(cut, changing=True, dynamic=True),
     "checkpoints": partial(cut, checkpoints=True),
     "breaks": partial(cut, breaks=True),
+    "hooks": partial(cut, hooks=True),
     **{f"foreign-{name}": partial(foreign, name) for name in ("bert", "gpt2", "llama", "resnet", "vit")},
     "switched": switched,
     "refused": refused,

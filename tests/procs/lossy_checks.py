@@ -409,13 +409,18 @@ def unused() -> dict[str, bool]:
     return results
 
 
-def accumulated_elsewhere() -> dict[str, bool]:
-    """What a backward in `no_sync` has brought is sent, also where the last backward does not use the parameter."""
+def branches(density: float) -> tuple[Branches, Session, Tensor]:
+    """A model of which a backward uses one half, attached so that largest elements are sent, and this rank's batch."""
     torch.manual_seed(1)
     model = Branches()
-    spec = CompressorSpec(name="topk", selector="exact", density=1.0)
+    spec = CompressorSpec(name="topk", selector="exact", density=density)
     session = runtime.attach(model, None, lossy(plan_of(model, 4), [spec]))
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return model, session, torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def accumulated_elsewhere() -> dict[str, bool]:
+    """What a backward in `no_sync` has brought is sent, also where the last backward does not use the parameter."""
+    model, session, x = branches(density=1.0)
     with session.no_sync():
         model(x, "left").square().sum().backward()
     assert model.left.weight.grad is not None
@@ -430,11 +435,7 @@ def stale() -> dict[str, bool]:
     """What `.grad` still holds from a step before is not held back again where a step does not use the parameter: it
     stays, and what was held back is added to it.
     """
-    torch.manual_seed(1)
-    model = Branches()
-    spec = CompressorSpec(name="topk", selector="exact", density=0.2)
-    session = runtime.attach(model, None, lossy(plan_of(model, 4), [spec]))
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, session, x = branches(density=0.2)
     model(x, "left").square().sum().backward()
     assert model.left.weight.grad is not None
     held: list[Any] = [None] * dist.get_world_size()
@@ -451,11 +452,7 @@ def stale() -> dict[str, bool]:
 
 def late_and_unused() -> dict[str, bool]:
     """After a change to a plan that sends everything, what was held back comes also where nobody uses the parameter."""
-    torch.manual_seed(1)
-    model = Branches()
-    spec = CompressorSpec(name="topk", selector="exact", density=0.2)
-    session = runtime.attach(model, None, lossy(plan_of(model, 4), [spec]))
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, session, x = branches(density=0.2)
     model(x, "left").square().sum().backward()
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, carried(session))

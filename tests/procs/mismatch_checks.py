@@ -48,6 +48,9 @@ def disagreements() -> dict[str, str]:
         said["versions of torch"] = _said(runtime.attach, model, None, plan)
     said["plans"] = _said(runtime.attach, model, None, plan_of(model, 2) if odd else plan)
     said["notes of plans"] = _said(runtime.attach, model, None, replace(plan, notes=("mine",)) if odd else plan)
+    said["compiled"] = _said(runtime.attach, model, None, plan, compile="eager" if odd else None)
+    given = {"backend": "eager", "dynamic": odd}
+    said["compiled so"] = _said(runtime.attach, model, None, plan, compile=given)
     said["shapes"] = _said(runtime.attach, _linear(5 if odd else 4), None, plan_of(_linear(), 2))
     sized = [replace(bucket, size_bytes=40) for bucket in plan_of(_linear(), 1).buckets]
     stamped = plan_of(_linear(), 1, buckets=tuple(sized), model=ModelReference(name="other", fingerprint="sha256:0"))

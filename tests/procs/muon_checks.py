@@ -133,11 +133,11 @@ def batch(step: int) -> Tensor:
 
 def shared(
     plan: Plan, owners: Mapping[str, int], gathers: Iterable[Iterable[str]] | None = None,
-    inside: tuple[int, ...] | None = None,
+    inside: tuple[int, ...] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Return a plan whose operators have these owners; `inside`: messages of every node by itself."""
     messages = None if gathers is None else tuple(map(tuple, gathers))
-    operator = OperatorPlan(owners=dict(owners), gathers=messages, inside=inside)
+    operator = OperatorPlan(owners=dict(owners), gathers=messages, inside=inside, **options)
     return replace(plan, updates=UpdatePlan(operator=operator))
 
 
@@ -258,6 +258,7 @@ def everything() -> dict[str, Any]:
         }
         found["switched"] = switched(ranks)
         found["resumed"] = resumed(ranks)
+    found["stacked"] = stacked()
     found["newton_schulz"] = newton_schulz()
     found["raised"] = raised_within(ranks)
     found["replanned"] = replanned(ranks)
@@ -354,6 +355,67 @@ def replanned(ranks: int) -> bool:
     return plan.updates == UpdatePlan(operator=OperatorPlan(owners=owners_of(ranks)))
 
 
+class Signs(Whitened):
+    """Takes stacks, with equal bits."""
+
+    batched = True
+    stacks = 0
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        self.stacks += matrix.dim() == 3
+        return matrix.sign()
+
+
+class OtherBits(Signs):
+    """Stacks have other bits on rank 1."""
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        factor = 1.01 if matrix.dim() == 3 and dist.get_rank() == 1 else 1.0
+        return super().operator(matrix, group) * factor
+
+
+def stacked(nodes: int = 0) -> dict[str, Any]:
+    """Return what stacks of one message, shape and owner do: whether weights are those of every rank repeating (2
+    ranks: of DDP); what all ranks raise where one of them raises in comparing. `nodes`: the first message is inside.
+    """
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (nodes, ranks // nodes)) if nodes else None
+    found: dict[str, Any] = {"raised": []}
+
+    def trained(make: Callable[[Any], Optimizer], owned: bool) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(12)))
+        made, names = make(list(model.parameters())), tuple(dict(model.named_parameters()))
+        plan = plan_of(model, ranks, world=PlanWorld(ranks=ranks, nodes=nodes)) if nodes else plan_of(model, ranks)
+        if owned:
+            sharing = [ranks // max(1, nodes)] * 4 + [ranks] * 8
+            owners = {name: place % of for place, (name, of) in enumerate(zip(names, sharing, strict=True))}
+            plan = shared(plan, owners, (names[:4], names[4:]), (0,) if nodes else None, batched=names)
+        session = planner.attach(model, made, plan, mesh=mesh) if owned or ranks > 2 else None
+        forward = model if session is not None else DistributedDataParallel(model)
+        for step in range(4):
+            made.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            forward(torch.randn(6, 12, generator=generator)).square().mean().backward()
+            if owned and step == 1 and isinstance(made, Signs):  # in this step ranks compare stacks
+                (group,) = made.param_groups
+                decay, group["decay"] = group["decay"], None if dist.get_rank() == 1 else group["decay"]
+                found["raised"].append(raised(made.step))
+                group["decay"] = decay
+            made.step()
+        if session is not None:
+            session.detach()
+        return model, made
+
+    for make in (MAKERS["Muon"], Signs, OtherBits):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            (one, made), (other, _) = trained(make, owned=True), trained(make, owned=False)
+        said = [str(warning.message) for warning in seen if warning.category is runtime.FallbackWarning]
+        found[type(made).__name__] = equal(one, other), getattr(made, "stacks", 0), said
+    return found
+
+
 def newton_schulz() -> bool:
     """The operator that planner computes has the bits of torch's step."""
     generator = torch.Generator().manual_seed(1)
@@ -374,11 +436,13 @@ def newton_schulz() -> bool:
 def refusals(ranks: int) -> dict[str, str]:
     """Return the messages of what cannot be attached."""
 
-    def attach(owners: Mapping[str, int], gathers: Any = None, of: Any = None, inside: Any = None) -> str:
+    def attach(
+        owners: Mapping[str, int], gathers: Any = None, of: Any = None, inside: Any = None, **options: Any
+    ) -> str:
         model = Mixer()
         made = optimizers(model, MAKERS["Muon"]) if of is None else of(model)
         plan = plan_of(model, ranks, world=PlanWorld(ranks=ranks, nodes=ranks))
-        return raised(lambda: planner.attach(model, made, shared(plan, owners, gathers, inside)))
+        return raised(lambda: planner.attach(model, made, shared(plan, owners, gathers, inside, **options)))
 
     return {
         "rank": attach({"up.weight": ranks}),
@@ -387,6 +451,8 @@ def refusals(ranks: int) -> dict[str, str]:
         "vector": attach({"up.bias": 0}),
         "local rank": attach({"up.weight": 1}, [["up.weight"]], inside=(0,)),
         "message": attach({"up.weight": 0}, [["up.weight"]], inside=(1,)),
+        "unowned": attach({"up.weight": 0}, batched=("up.weight", "side.weight")),
+        "inexact": attach({"up.weight": 0}, tolerance=0.01),
         "twice": attach(
             {}, of=lambda model: [kind(model.parameters()) for kind in (torch.optim.SGD, torch.optim.Adam)]
         ),

@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,14 @@ def started(
     return model, optimizer, runtime.attach(model, optimizer, plan, drift=False, timeout_s=15.0, **options)
 
 
+def restarted(plan: Plan, saved: Sequence[Any], model: nn.Module | None = None) -> tuple[nn.Module, Any, Session]:
+    """A model that continues by a plan from the states of another one, its optimizer and its session."""
+    model, optimizer, session = started(plan, adamw, model)
+    for part, state in zip((model, optimizer, session), saved, strict=True):
+        part.load_state_dict(copy.deepcopy(state))
+    return model, optimizer, session
+
+
 def train(model: nn.Module, optimizer: Any, steps: range, loss: Any = net_loss) -> None:
     """Some steps of this rank."""
     for step in steps:
@@ -172,6 +180,43 @@ def several_optimizers() -> dict[str, Any]:
     states = [value for one in optimizers for state in one.state.values() for value in state.values()]
     found["states after"] = same_everywhere(states)
     session.detach()
+    return found
+
+
+class Skipping(torch.optim.AdamW):
+    """Leaves out the steps that a GradScaler leaves out."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step where all gradients are finite."""
+        if all(bool(p.grad.isfinite().all()) for group in self.param_groups for p in group["params"]):
+            super().step(closure)
+
+
+def scaled() -> dict[str, Any]:
+    """Workers whose GradScalers leave out steps, others on each of them, come to what the reference makes of it: in the
+    warm-up all leave out a step, and H counts all steps.
+    """
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return net_loss(model, rank, step) * (float("inf") if (step + rank) % 3 == 0 else 1.0)
+
+    def skipping(model: nn.Module) -> torch.optim.Optimizer:
+        return Skipping(model.parameters(), lr=0.02)
+
+    found: dict[str, Any] = {}
+    for name, spec in (("diloco", DILOCO), ("streaming", STREAMING)):
+        expected = Reference(Net, skipping, loss, dist.get_world_size(), spec).begin().run(14)
+        scaler = torch.amp.GradScaler("cpu")
+        model, optimizer, session = started(plan_of(spec), loss_scale=scaler.get_scale)
+        for step in range(14):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, dist.get_rank(), step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        session.wait_for_weights()
+        found[name] = near(model.parameters(), expected.models[dist.get_rank()].parameters())
+        found[f"{name}, steps"] = session.step == 14 and scaler.get_scale() < 2.0**16
+        session.detach()
     return found
 
 
@@ -368,10 +413,7 @@ def resumed() -> dict[str, Any]:
             train(model, optimizer, range(at), loss)
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
             session.detach()
-            model, optimizer, session = started(plan, adamw, make())
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            session.load_state_dict(saved[2])
+            model, optimizer, session = restarted(plan, saved, make())
             train(model, optimizer, range(at, 15), loss)
             found[f"{name} at {at}"] = session.step == 15 and near(model.parameters(), straight.parameters(), 0.0)
             session.detach()
@@ -532,10 +574,7 @@ def switched_by_hand() -> dict[str, Any]:
     for name in ("straight", "resumed"):
         if ended:
             session.detach()
-            model, optimizer, session = started(plan)
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            session.load_state_dict(saved[2])
+            model, optimizer, session = restarted(plan, saved)
         train(model, optimizer, range(9, 18))
         assert isinstance(session._mode, Outer)
         found[f"{name}, behind two periods"] = session._mode._begun == 11
@@ -559,10 +598,7 @@ def guarded() -> dict[str, Any]:
             if step == resumed_at:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
                 session.detach()
-                model, optimizer, session = started(plan)
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                session.load_state_dict(saved[2])
+                model, optimizer, session = restarted(plan, saved)
             train(model, optimizer, range(step, step + 1))
             seen.append(session._mode.period.every if isinstance(session._mode, Outer) else 0)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -618,10 +654,7 @@ def ended_for_good() -> dict[str, Any]:
     expected = values_of(model, optimizer)
     session.detach()
     for name, following in (("the same plan", plan), ("an exact one", plan_of(None))):
-        model, optimizer, session = started(following)
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        session.load_state_dict(saved[2])
+        model, optimizer, session = restarted(following, saved)
         train(model, optimizer, range(20, 30))
         found[name] = session.step == 30 and near(values_of(model, optimizer), expected, 0.0)
         session.detach()
@@ -739,19 +772,36 @@ class Normed(nn.Module):
         scores: Tensor = self.two(self.norm(self.one(x)))
         return scores
 
+    def statistics(self) -> Tensor:
+        """Copies of both, shape (14,)."""
+        return torch.cat([self.norm.running_mean, self.norm.running_var])
+
 
 def buffers() -> dict[str, Any]:
-    """Statistics of BatchNorm are a worker's own between rounds, and their mean after one."""
-    model = Normed()
-    names = tuple(name for name, _ in model.named_parameters())[::-1]
-    plan = plan_of(OuterSpec(every=2), buckets=(PlanBucket(gradients=names),))
-    model, optimizer, session = started(plan, adamw, model)
-    assert isinstance(model, Normed)
-    train(model, optimizer, range(3))
-    apart = not same_everywhere([model.norm.running_mean])
-    train(model, optimizer, range(3, 4))
-    results = {"apart": apart, "mean": same_everywhere([model.norm.running_mean, model.norm.running_var])}
-    session.detach()
+    """Statistics of BatchNorm are a worker's own between rounds, after one the mean of what they were behind its
+    launch; global weights have the mean of the present ones.
+    """
+    results: dict[str, Any] = {}
+    names = tuple(name for name, _ in Normed().named_parameters())[::-1]
+    for late in (0, 1):
+        plan = plan_of(OuterSpec(every=2, delay_steps=late), buckets=(PlanBucket(gradients=names),))
+        model, optimizer, session = started(plan, adamw, Normed())
+        assert isinstance(model, Normed)
+        own: list[Tensor] = []
+        for step in range(1, 10):
+            optimizer.zero_grad()
+            loss = net_loss(model, dist.get_rank(), step)
+            own.append(model.statistics())
+            loss.backward()
+            optimizer.step()
+            launched = step - late
+            expected = own[-1] if launched % 2 or not launched else mean_over_ranks(own[launched - 1])
+            results[f"{late} steps late, step {step}"] = near([model.statistics()], [expected])
+        results[f"{late} steps late, apart"] = not same_everywhere([own[-1]])
+        expected = mean_over_ranks(model.statistics())
+        with session.global_weights():
+            results[f"{late} steps late, global"] = near([model.statistics()], [expected])
+        session.detach()
     return results
 
 
@@ -761,6 +811,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         against_reference,
         plain_averaging,
         several_optimizers,
+        scaled,
         compressed,
         narrow_against_reference,
         resumed,

@@ -42,17 +42,18 @@ def gradients(twin: nn.Module, model: nn.Module, batches: list[int]) -> dict[str
 
 def live(seed: int) -> dict[str, Any]:
     """Train by plain SGD, of which the mean of weights is linear in their gradients: steps that accumulate,
-    that overflow on one worker and are skipped, switches of plans, and checkpoints.
+    that overflow on one worker, whose GradScaler skips them, switches of plans, and checkpoints.
     """
     chance = random.Random(seed)  # the same on all ranks
-    model, optimizer, session = started(plans(chance), sgd, single())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+    scaler.scale(torch.ones(()))  # from now on it may be updated
+    model, optimizer, session = started(plans(chance), sgd, single(), loss_scale=scaler.get_scale)
     twin = single()
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
     moved = {name: torch.zeros_like(p) for name, p in expected.items()}
-    seen = []
-    for step in range(STEPS):
-        event = chance.choice(("step", "step", "accumulate", "overflow", "switch", "resume", "switch in a step"))
-        seen.append(event)
+    kinds = ("step", "step", "accumulate", "overflow", "switch", "resume", "switch in a step")
+    events = [*chance.choices(kinds, k=STEPS), "end", "step"]  # at the end all residuals are sent
+    for step, event in enumerate(events):
         plan = plans(chance)
         if event == "switch":
             session.switch(plan)
@@ -62,34 +63,30 @@ def live(seed: int) -> dict[str, Any]:
             saved = copy.deepcopy((model.state_dict(), session.state_dict()))
             plan = session.plan
             session.detach()
-            model, optimizer, session = started(plan, sgd, single())
+            model, optimizer, session = started(plan, sgd, single(), loss_scale=scaler.get_scale)
             model.load_state_dict(saved[0])
             session.load_state_dict(saved[1])
+        elif event == "end":
+            session.switch(plan_of(None))
+        if not session._mode.own_weights:  # workers have come to scales of their own, of which they are warned
+            scaler.update(64.0)
         optimizer.zero_grad()
         batches = [step, 100 + step] if event == "accumulate" else [step]
         if event == "accumulate":
             with session.no_sync():
-                single_loss(model, dist.get_rank(), batches[0]).backward()
+                scaler.scale(single_loss(model, dist.get_rank(), batches[0])).backward()
         loss = single_loss(model, dist.get_rank(), batches[-1])
         own = gradients(twin, model, batches)  # at the weights of this forward
         overflows = event == "overflow" and dist.get_rank() == step % dist.get_world_size()
-        (loss * (float("inf") if overflows else 1.0)).backward()
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
         counts = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
-        if counts:  # as a GradScaler does
-            optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         for name, total in moved.items():
             total -= LR * own[name] * float(counts)
-    session.switch(plan_of(None))
-    for step in range(STEPS, STEPS + 2):  # all residuals are sent
-        optimizer.zero_grad()
-        own = gradients(twin, model, [step])
-        single_loss(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        for name, total in moved.items():
-            total -= LR * own[name]
     for name, total in expected.items():
         total += mean_over_ranks(moved[name])
-    found = {f"life {seed}: {seen}": near([p.double() for p in model.parameters()], expected.values(), 1e-5)}
+    found = {f"life {seed}: {events}": near([p.double() for p in model.parameters()], expected.values(), 1e-5)}
     session.detach()
     return found
 

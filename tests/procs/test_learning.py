@@ -21,8 +21,12 @@ JOB = f"{compare_jobs.__file__}:"
 SENT = {
     "exact": {"collective": "all_reduce", "algorithm": "library", "compressor": {"name": "none"}},
     "int8": {"collective": "all_reduce", "algorithm": "two_shot", "compressor": {"name": "wire", "dtype": "int8"}},
+    "between": {
+        "collective": "all_reduce", "algorithm": "torus_2d",
+        "compressor": {"name": "wire", "dtype": "int8", "links": "inter"},
+    },
     "topk": {"collective": "sparse", "algorithm": "flat", "compressor": {"name": "topk", "density": 0.02}},
-}
+}  # fmt: skip
 
 
 def written(folder: Path, name: str, **changes: Any) -> str:
@@ -89,17 +93,18 @@ def test_training_begins_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("job", "sent", "message"),
     [
-        ("learner_with_other_batches", "differs between ddp and ddp:order, expected equal batches"),
-        ("learner_with_another_loss", "expected equal ones: batches or the loss depend on something that is kept"),
-        ("exploding", "found a loss of"),
-        ("constant", "found the same loss, 1, in all 10 steps with DDP"),
+        ("learner_with_other_batches", "exact", "differs between ddp and ddp:order, expected equal batches"),
+        ("learner_with_another_loss", "exact", "expected equal ones: batches or the loss depend on something that is"),
+        ("exploding", "exact", "found a loss of"),
+        ("constant", "exact", "found the same loss, 1, in all 10 steps with DDP"),
+        ("learner", "between", "1 bucket would be sent uncompressed, for these ranks are on one node"),
     ],
 )
-def test_jobs_that_cannot_be_compared_are_named(job: str, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_named(job: str, sent: str, message: str, tmp_path: Path) -> None:
     """In the first of many starts."""
-    plan = written(tmp_path, "exact")
+    plan = written(tmp_path, sent)
     code, _, errors = ended("compare", f"{JOB}{job}", "--plan", plan, "--learn", "10", "--seeds", "1000")
     assert code == 2
     assert message in errors
@@ -164,24 +169,29 @@ def test_options_of_one_kind_are_refused_with_those_of_the_other(tmp_path: Path)
 
 
 def test_attach_and_report_name_the_cost_of_a_lossy_plan() -> None:
-    """Of exact plans nothing, of narrow ones only the report; what was measured to learn as DDP is not warned of."""
+    """Of exact plans nothing, of narrow ones that were not measured only the report; what was measured to learn as DDP
+    is not warned of.
+    """
     measured = {
         "job": "job.py:job", "ddp_spread": 0.0, "margin": 0.005, "steps": 300, "seeds": 3, "ranks": 2,
         "against_ddp": 0.09, "ci95": [0.08, 0.1],
     }  # fmt: skip
     exact = plan_document()
     topk = exact | {"accuracy": "bounded", "buckets": [bucket | SENT["topk"] for bucket in exact["buckets"]]}
+    int8 = topk | {"buckets": [bucket | SENT["int8"] for bucket in exact["buckets"]]}
+    narrow = measured | {"verdict": "worse", "executed": executed_digest(parse_plan(int8))}
     measured["executed"] = executed_digest(parse_plan(topk))
     plans = {
         "exact": exact,
-        "int8": exact | {"accuracy": "bounded", "buckets": [bucket | SENT["int8"] for bucket in exact["buckets"]]},
+        "int8": int8,
+        "worse int8": int8 | {"accuracy_measured": narrow},
         "topk": topk,
         "worse": topk | {"accuracy_measured": measured | {"verdict": "worse"}},
         "as ddp": topk | {"accuracy_measured": measured | {"verdict": "as ddp"}},
         "changed": topk | {"from_step": 9, "accuracy_measured": measured | {"verdict": "as ddp"}},
     }
     first, second = run_ranks(LocalWorld(ranks=2), compare_checks.attach_and_report, plans)
-    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse", "changed"}
+    assert {name for name, (texts, _) in first.items() if texts} == {"topk", "worse", "changed", "worse int8"}
     assert not any(texts for texts, _ in second.values())
     assert "accuracy: not measured on this job" in first["topk"][0][0]
     assert "accuracy: measured before the plan was changed, not since" in first["changed"][0][0]
@@ -217,6 +227,6 @@ def test_a_script_that_cannot_learn_goes_on_from_where_it_was(tmp_path: Path) ->
     assert "found the same loss, 0, in all 10 steps with DDP" in said["constant"]
     assert "plan.json@0, one phase of a plan, expected a plan with a file of its own" in said["phase"]
     assert "plan.json: found a plan in 2 phases" in said["phases"]
-    assert "found seeds, margin or on without learn" in said["seeds"]
+    assert "found seeds, margin, on or metric without learn" in said["seeds"]
     assert load_plan(one).accuracy_measured is not None
     assert {*tmp_path.iterdir()} == {file, one}

@@ -19,7 +19,7 @@ import local_async_checks
 import local_async_jobs as jobs
 import pytest
 import torch
-from started import started
+from started import marked, started
 
 import runtime
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -316,18 +316,6 @@ def test_updaters_that_run_the_script_again_say_so(tmp_path: Path) -> None:
     assert failure.endswith(cure)
 
 
-def processes(mark: str) -> list[str]:
-    """Command lines of processes with the mark in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # gone, or not ours
-    return found
-
-
 def shared_memory() -> set[str]:
     """What torch and multiprocessing name in this machine's shared memory."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "sem.mp-", "psm_"))}
@@ -355,14 +343,14 @@ def test_nothing_is_left_after_ctrl_c_sigterm_and_a_kill(tmp_path: Path, start_m
     with started([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         interrupted, terminated, killed = map(int, program.stdout.readline().split())
-        assert wait_for(lambda: len(processes(mark)) >= all_of_them, 120.0), processes(mark)
+        assert wait_for(lambda: len(marked(mark)) >= all_of_them, 120.0), marked(mark)
         time.sleep(1.0)  # into the minibatches
         os.killpg(interrupted, signal.SIGINT)
         os.kill(terminated, signal.SIGTERM)
         os.kill(killed, signal.SIGKILL)
         assert program.stdout.readline().split() == ["130", "-15", "-9"]
     # An updater that still imports torch finds out when it has.
-    assert wait_for(lambda: not processes(mark), 90.0), processes(mark)
+    assert wait_for(lambda: not marked(mark), 90.0), marked(mark)
     assert shared_memory() <= before
 
 
@@ -382,9 +370,9 @@ def test_nothing_is_left_where_a_launcher_in_the_background_is_ended(tmp_path: P
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as program:  # fmt: skip
         everything = 1 + 2 * (1 + 1 + LPP.updaters)  # the launcher, and for each rank itself, a tracker and updaters
-        assert wait_for(lambda: len(processes(mark)) >= everything, 120.0), processes(mark)
+        assert wait_for(lambda: len(marked(mark)) >= everything, 120.0), marked(mark)
         program.terminate()
-        assert wait_for(lambda: not processes(mark), 60.0), processes(mark)
+        assert wait_for(lambda: not marked(mark), 60.0), marked(mark)
 
 
 @one_thread

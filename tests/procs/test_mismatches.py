@@ -23,6 +23,8 @@ DISAGREEMENTS = {
     "versions of torch": ["different versions of torch", "rank 1: 9.9.9", "install the same one everywhere"],
     "plans": ["different plans", "rank 0: sha256:", "rank 1: sha256:", "give every rank the same plan.json"],
     "notes of plans": ["different plans"],
+    "compiled": ["different arguments of compile=: rank 0: None, rank 1: backend='eager'; pass the same on every rank"],
+    "compiled so": ["rank 0: backend='eager', dynamic=False, rank 1: backend='eager', dynamic=True"],
     "shapes": ["different models", "build the same model on every rank"],
     "sizes": [
         "the plan (for other) is for another model: the names of the parameters agree, their shapes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import muon_checks
@@ -26,6 +27,27 @@ def test_shared_operators_give_the_bits_of_ddp(results: list[dict[str, Any]]) ->
         assert rank["replanned"]
 
 
+def test_equal_shapes_are_stacks_where_all_ranks_find_equal_bits(results: list[dict[str, Any]]) -> None:
+    check_stacks([rank["stacked"] for rank in results])
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(3, 0), (4, 2)])
+def test_stacks_on_more_ranks_and_inside_of_nodes(ranks: int, nodes: int) -> None:
+    check_stacks(run_ranks(LocalWorld(ranks=ranks), partial(muon_checks.stacked, nodes)))
+
+
+def check_stacks(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(results):
+        same, stacks, said = zip(*(found[name] for name in ("Muon", "Signs", "OtherBits")), strict=True)
+        assert all(same)
+        assert said[1] == []
+        assert len(said[2]) == (rank == 0)
+        assert all("is computed one matrix at a time: found a stack" in text for text in said[2])
+        assert stacks[1] > stacks[2]
+        assert len(found["raised"]) == 2
+        assert all("rank 1: the operator of" in text and "raised TypeError" in text for text in found["raised"])
+
+
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_on_more_ranks_weights_are_those_of_ddp_in_another_order_of_sums(ranks: int) -> None:
     for found in run_ranks(LocalWorld(ranks=ranks), muon_checks.in_another_order):
@@ -46,6 +68,8 @@ def test_messages_inside_of_nodes_have_the_bits_of_every_rank_repeating() -> Non
         ("vector", "shares the operator of up.bias, but found AdamW for it, which has no operator without state"),
         ("local rank", "updates.operator.inside: found rank 1 for 'up.weight'; expected ranks from 0 to 0"),
         ("message", "updates.operator.inside: found message 1 of 1; expected places in gathers"),
+        ("unowned", "updates.operator.batched: found 'side.weight', which has no owner"),
+        ("inexact", "updates.operator.tolerance: found 0.01 in an exact plan"),
         ("twice", "optimizers: found embed.weight in two of them, SGD at position 0 and Adam at 1"),
         ("empty", "optimizer: found an empty list, expected an optimizer, or None"),
         ("none inside", "optimizer: found a list with a NoneType, expected a torch.optim.Optimizer"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import switch_checks
-from findings import wrong
+from findings import hold
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -17,13 +17,6 @@ from planner.jobs.launch import LocalWorld, run_ranks
 def pair() -> list[dict[str, Any]]:
     """Results of both ranks of two."""
     return run_ranks(LocalWorld(ranks=2), switch_checks.run)
-
-
-def hold(pair: list[dict[str, Any]], check: str) -> None:
-    """All that the check found has to hold, on every rank."""
-    for rank, results in enumerate(pair):
-        assert results[check]
-        assert wrong(results[check]) == {}, rank
 
 
 @pytest.mark.parametrize("check", switch_checks.CHECKS)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import testbed_checks
+from started import marked
 
 import planner
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -66,18 +67,6 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def marked(mark: str) -> list[str]:
-    """Processes with the mark in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append(f"process {process.name} {(process / 'cmdline').read_bytes()[:200]!r}")
-        except OSError:
-            continue
-    return found
 
 
 class Command:

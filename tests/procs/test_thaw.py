@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import thaw_checks
 from asked import asked_for
-from findings import wrong
+from findings import hold
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -20,6 +20,4 @@ def pair(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("check", thaw_checks.CHECKS)
 def test_what_trains_later(pair: list[dict[str, dict[str, Any]]], check: str) -> None:
-    for rank, results in enumerate(pair):
-        assert results[check]
-        assert wrong(results[check]) == {}, rank
+    hold(pair, check)

@@ -331,14 +331,11 @@ class Counts:
         self._stop = np.array([stop for _, stop in runs])
         self._ratio = np.minimum(limits[self._start], ratio)
         self._run = np.repeat(np.arange(len(runs)), self._stop - self._start)
-        self._before = np.concatenate([[0], np.cumsum(problem.numel)])
-        whole = self._piece(np.arange(len(runs)), self._start, self._stop)
-        self._sums = [np.concatenate([[0.0], np.cumsum(values)]) for values in whole]
+        self._before, self._empty, self._lossy = prefix_sums(problem.numel, problem.numel == 0, limits > 1.0)
+        self._sums = prefix_sums(*self._piece(np.arange(len(runs)), self._start, self._stop))
         names = problem.layers_by_name
         cut = [a == b and x != y for a, b, x, y in zip(names, names[1:], limits, limits[1:], strict=False)]
-        self._cut = np.concatenate([[0], np.cumsum(np.array(cut, dtype=np.int64))])
-        self._empty = np.concatenate([[0], np.cumsum(problem.numel == 0)])
-        self._lossy = np.concatenate([[0], np.cumsum(limits > 1.0)])
+        [self._cut] = prefix_sums(np.array(cut, dtype=np.int64))
 
     def __call__(self, starts: Ints, stop: int) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Return (k, sum of densities, whether each layer has one k ≥ 1 and something may be left out) of buckets."""

@@ -82,7 +82,7 @@ _LINE = re.compile(rf"late_gather(?: ([0-9,;-]+))?(?: by ({OWNERS}))?")
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
     """Groups that leave out a bucket, have one twice, or have some that do not follow one another."""
-    if (odd_owners := sharded.owners_defect(schedule, gradients)) is not None:
+    if (odd_owners := sharded.defect(schedule, gradients)) is not None:
         return odd_owners
     count = len(schedule.buckets)
     groups = _mode(schedule).groups(count)

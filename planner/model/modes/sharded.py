@@ -104,11 +104,6 @@ message_bytes, assumptions = synchronous.message_bytes, synchronous.assumptions
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:
-    """Return what is wrong with a schedule of so many gradients; None where all is well."""
-    return owners_defect(schedule, gradients) or synchronous.defect(schedule, gradients)
-
-
-def owners_defect(schedule: Schedule, gradients: int) -> str | None:
     """Return what is wrong with the number of owners; None where all is well."""
     owners = owners_of(schedule)
     if owners is None or len(owners) == gradients:

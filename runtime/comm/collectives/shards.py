@@ -55,15 +55,12 @@ def shard_phases(name: str, topology: Topology) -> tuple[Phase, ...]:
 
 
 def _exchange(message: Shard, grid: Grid) -> Works:
-    group = grid.between.group
-    assert group is not None
-    yield from message.between.phases(group)
+    yield from message.between.phases(grid.between.process_group)
     message.add_nodes()
 
 
 def _scatter(message: Shard, grid: Grid) -> Works:
-    group = grid.inside.group
-    assert group is not None
+    group = grid.inside.process_group
     if message.vector.numel():
         yield from reduce_scatter(message.vector, message.received, message.summed, group)
     if message.tail.numel():
@@ -72,7 +69,5 @@ def _scatter(message: Shard, grid: Grid) -> Works:
 
 
 def _gather(message: Shard, grid: Grid) -> Works:
-    group = grid.inside.group
-    assert group is not None
     if message.whole.numel():
-        yield from gather(message.whole, message.own, group)
+        yield from gather(message.whole, message.own, grid.inside.process_group)

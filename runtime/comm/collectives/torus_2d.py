@@ -42,9 +42,8 @@ def _shards(message: Vector, grid: Grid) -> _Shards:
 
 
 def _scatter(message: Vector, grid: Grid) -> Works:
-    shards, group = _shards(message, grid), grid.inside.group
-    assert group is not None
-    yield from reduce_scatter(message.flat, shards.received, shards.mine, group)
+    shards = _shards(message, grid)
+    yield from reduce_scatter(message.flat, shards.received, shards.mine, grid.inside.process_group)
 
 
 def _all_reduce(message: Vector, grid: Grid) -> Works:
@@ -54,8 +53,7 @@ def _all_reduce(message: Vector, grid: Grid) -> Works:
 
 
 def _gather(message: Vector, grid: Grid) -> Works:
-    shards, group = _shards(message, grid), grid.inside.group
-    assert group is not None
-    yield from gather(shards.whole, shards.part, group)
+    shards = _shards(message, grid)
+    yield from gather(shards.whole, shards.part, grid.inside.process_group)
     if shards.whole is not message.flat:
         message.flat.copy_(shards.whole[: message.flat.numel()])

@@ -6,16 +6,16 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from bad_files import FILES, KINDS, full, places, with_value
-from builders import cluster_document, usual_document, write
+from builders import Outcome, cluster_document, outcome_of, usual_document, write
 
 import runtime
 from planner import load_cluster, load_profile, optimize, simulate
-from planner.cli.app import main
 from planner.documents.profile import parse_cluster, parse_profile
 from runtime.errors import InputError
 from runtime.plan import parse_plan
@@ -36,14 +36,6 @@ FUNCTIONS: dict[str, list[Callable[[Any], Any]]] = {
 PARSERS: dict[str, Callable[[Any], Any]] = {"profile": parse_profile, "cluster": parse_cluster, "plan": parse_plan}
 
 
-class Outcome(NamedTuple):
-    """What one command did."""
-
-    code: object
-    out: str
-    err: str
-
-
 Command = Callable[..., Outcome]
 
 
@@ -56,12 +48,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     (tmp_path / "out.json").write_text("old")
     (tmp_path / "job.py").write_text("def job(): return None\n")
 
-    def run(*arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        return Outcome(ended.value.code, *capsys.readouterr())
-
-    return run
+    return partial(outcome_of, capsys)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

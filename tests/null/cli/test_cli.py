@@ -7,28 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from builders import cluster_document, usual_document, write
+from builders import Outcome, cluster_document, outcome_of, usual_document, write
 
 from planner import optimize, simulate
-from planner.cli.app import main
 from planner.decide.strategies import STRATEGIES
 from planner.documents.text import pluralize
 from planner.report.listing import Listing, make_console, print_tables
 from runtime.plan import load_plan
 from runtime.version import __version__
-
-
-class Outcome(NamedTuple):
-    """What one command did."""
-
-    code: int
-    out: str
-    err: str
-
 
 Command = Callable[..., Outcome]
 
@@ -44,15 +35,7 @@ def command(
     write(tmp_path / "bare.json", usual_document(cluster={}))
     write(tmp_path / "c.json", cluster_document((500.0, 0.002), nodes=8))
 
-    def run(*arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as exit_:
-            main(arguments)
-        captured = capsys.readouterr()
-        code = exit_.value.code
-        assert isinstance(code, int | None)
-        return Outcome(code or 0, captured.out, captured.err)
-
-    return run
+    return partial(outcome_of, capsys)
 
 
 def files(folder: Path) -> list[str]:

@@ -43,7 +43,7 @@ def test_all_reduces_share_the_link_and_nothing_else_does(kinds: list[int | None
     backend = Backend()
     with mock.patch.object(communicator, "library_all_reduce", shared := backend.shared):
         ways = [shared if calls is None else backend.carry for calls in kinds]
-        group: Any = SimpleNamespace(group=object(), timeout_s=1.0, rank=0)
+        group: Any = SimpleNamespace(process_group=object(), timeout_s=1.0, rank=0)
         messages = HostCommunicator(group, ways)
         sent = [CommTiming() for _ in kinds]
         launched = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import cluster_document, profile_document, usual_document, usual_profile, write
+from builders import cluster_document, outcome_of, profile_document, run, usual_document, usual_profile, write
 from rich.console import Console
 from scipy.special import stdtrit
 
 from planner import optimize
-from planner.cli.app import main
 from planner.comparison.measure import LEAST_CLEAR_ROUNDS, Measured, Record, Runner
 from planner.comparison.picture import picture_text
 from planner.comparison.report import Row, comparison_table, failures, summarize
@@ -446,6 +445,18 @@ def test_who_waits_for_whom_is_in_text_page_and_json() -> None:
         assert "compute" in text
 
 
+def test_a_page_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setattr("planner.cli.comparing.on_ranks", None)
+    plan, page = str(tmp_path / "plan.json"), str(tmp_path / "page.html")
+    run("optimize", write(tmp_path / "profile.json", usual_document()), "-o", plan)
+    for learn in ((), ("--learn", "20")):
+        ended = outcome_of(capsys, "compare", "examples/digits.py:job", "--plan", plan, *learn, "--html", page)
+        assert "pip install plotly" in ended.err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -457,12 +468,9 @@ def test_who_waits_for_whom_is_in_text_page_and_json() -> None:
 )
 def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
     profile, plan = write(tmp_path / "profile.json", usual_document()), str(tmp_path / "plan.json")
-    with contextlib.suppress(SystemExit):
-        main(["optimize", profile, "-o", plan])
+    run("optimize", profile, "-o", plan)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "examples/digits.py:job", "--plan", plan, *options])
-    assert ended.value.code == 2
+    run("compare", "examples/digits.py:job", "--plan", plan, *options, code=2)
     assert words in capsys.readouterr().err
 
 

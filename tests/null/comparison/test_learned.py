@@ -55,7 +55,8 @@ def falling(steps: int, seed: int, factor: float = 1.0) -> list[float | None]:
 
 def learned(
     factors: Mapping[str, Sequence[float]], steps: int = 40, step_us: float = 100.0, learn: Learn | None = None,
-    metrics: Mapping[str, Sequence[float]] | None = None,
+    metrics: Mapping[str, Sequence[float]] | None = None, plans: Mapping[str, Plan] | None = None,
+    predicted_us: Mapping[str, float] | None = None,
 ) -> Learned:  # fmt: skip
     """Two ranks, whose contestants end at DDP's loss times a factor of each seed."""
     seeds = len(next(iter(factors.values())))
@@ -63,14 +64,15 @@ def learned(
     for rank in range(2):
         records = []
         for name, values in factors.items():
-            record = LearnedRecord(BucketVariant(name=name, kind="ddp"), metrics=[*(metrics or {}).get(name, ())])
+            variant = BucketVariant(name=name, kind="ddp", plan=(plans or {}).get(name))
+            record = LearnedRecord(variant, metrics=[*(metrics or {}).get(name, ())])
             for seed, factor in enumerate(values):
                 losses = falling(steps, 10 * seed + rank, factor)
                 record.losses += [losses[: steps // 2], losses[steps // 2 :]]
                 record.step_us += [[step_us] * 3, [step_us] * 3]
             records.append(record)
         ranks.append(LearnedRank(records, estimated_s=1.0, took_s=2.0))
-    return summarize_learned(ranks, learn or Learn(steps=steps, seeds=seeds))
+    return summarize_learned(ranks, learn or Learn(steps=steps, seeds=seeds), predicted_us)
 
 
 def rows(result: Learned) -> dict[str, LearnedRow]:
@@ -156,6 +158,24 @@ def test_rows_have_what_was_promised() -> None:
     assert (kept.verdict, kept.seeds, kept.ranks) == ("worse", 3, 2)
 
 
+def test_exact_first_steps_take_their_time() -> None:
+    even, step_us = [1.0, 1.0], {DDP: 100.0, DDP_AGAIN: 100.0, PLAN: 50.0}
+    for first, half in ((None, 0), (20, 20), (39, 39)):
+        late = {PLAN: replace(plan(), from_step=first)}
+        row = rows(learned({DDP: even, DDP_AGAIN: even, PLAN: even}, plans=late, predicted_us=step_us))[PLAN]
+        steps = row.steps_to_ddp_loss
+        assert steps is not None
+        exact = min(half, steps)
+        assert row.time_to_ddp_loss == pytest.approx((exact + (steps - exact) / 2) / steps)
+
+
+def test_a_metric_that_is_not_finite_is_named() -> None:
+    even, metrics = [1.0, 1.0], {DDP: [0.9, 0.9], DDP_AGAIN: [0.9, 0.9], PLAN: [0.9, math.nan]}
+    result = learned({DDP: even, DDP_AGAIN: [1.02, 0.98], PLAN: even}, metrics=metrics)
+    assert rows(result)[PLAN].judged_by == "loss"
+    assert "the metric of plan is not finite" in str(result)
+
+
 def test_one_seed_is_not_enough_and_a_loose_ddp_is_named() -> None:
     result = learned({DDP: [1.0], DDP_AGAIN: [1.02], PLAN: [1.0]})
     assert rows(result)[PLAN].verdict == "not known"
@@ -200,15 +220,18 @@ def test_a_plan_whose_loss_is_not_finite_is_worse_and_still_a_row() -> None:
     ("options", "message"),
     [
         ({"steps": 5}, "--learn: found 5 steps, expected at least 10"),
+        ({"steps": 10.5}, r"--learn: found 10\.5 steps, expected at least 10"),
+        ({"steps": 20, "seeds": 2.5}, r"--seeds: found 2\.5"),
+        ({"steps": 20, "margin_percent": "1"}, "--margin: found '1'"),
         ({"steps": 20, "seeds": 0}, "--seeds: found 0, expected at least 1"),
         ({"steps": 20, "seeds": -3}, "--seeds: found -3"),
         ({"steps": 20, "margin_percent": 0.0}, "--margin: found 0"),
         ({"steps": 20, "margin_percent": math.nan}, "--margin: found nan"),
     ],
 )
-def test_options_that_nothing_can_be_learnt_with(options: dict[str, float], message: str) -> None:
+def test_options_that_nothing_can_be_learnt_with(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Learn(**options)  # type: ignore[arg-type]
+        Learn(**options)
 
 
 def test_models_that_do_not_fit_train_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from builders import halves_cluster, run, usual_document, write
 
-from planner.cli.app import main
 from planner.decide.given import given_request
 from planner.decide.optimize import decide
 from planner.decide.plan_request import Request
@@ -135,9 +134,7 @@ def test_what_is_wrong_with_a_schedule_is_named(
 ) -> None:
     (tmp_path / "s").write_text(text)
     profile = write(tmp_path / "p.json", document())
-    with pytest.raises(SystemExit) as stop:
-        main(["optimize", profile, "-o", str(tmp_path / "x"), "--from-schedule", str(tmp_path / "s"), *options])
-    assert stop.value.code == 2
+    run("optimize", profile, "-o", str(tmp_path / "x"), "--from-schedule", str(tmp_path / "s"), *options, code=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 

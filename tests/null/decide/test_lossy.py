@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -14,13 +13,13 @@ from builders import (
     cluster_document,
     line_problem,
     make,
+    printed,
     problems,
     profile_document,
     usual_document,
     usual_profile,
 )
 from hypothesis import given, settings
-from rich.console import Console
 
 from planner import optimize, simulate
 from planner.decide.defaults import MORE
@@ -33,7 +32,7 @@ from planner.model.codecs.topk import layer_bucket
 from planner.model.compression import ratio_limits
 from planner.model.problem import Problem
 from planner.passes.joint import Joint
-from planner.report.tables import accuracy_lines, print_plan
+from planner.report.tables import accuracy_lines
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
 from runtime.sparse.compressed import layer_runs
@@ -50,12 +49,6 @@ def slow(**fields: Any) -> Any:
 
 def written(plan: Plan) -> str:
     return json.dumps(plan.to_document())
-
-
-def printed(plan: Plan) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_plan(plan, console, buckets=True)
-    return console.export_text()
 
 
 @settings(max_examples=25)

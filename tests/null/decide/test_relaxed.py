@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,17 @@ from typing import Any
 import delayed_reference
 import numpy as np
 import pytest
-from builders import cluster_document, make, problems, profile_document, random_problem, usual_document, usual_profile
+from builders import (
+    cluster_document,
+    make,
+    printed,
+    problems,
+    profile_document,
+    random_problem,
+    usual_document,
+    usual_profile,
+)
 from hypothesis import given, settings
-from rich.console import Console
 
 from planner import optimize, simulate
 from planner.decide.defaults import MORE
@@ -29,7 +36,7 @@ from planner.model.problem import Problem, make_problem
 from planner.passes.base import Candidate
 from planner.passes.delay import MAX_DELAY, Delay, best_choice, push_bucketings
 from planner.passes.select import select
-from planner.report.tables import accuracy_lines, print_plan
+from planner.report.tables import accuracy_lines
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, Plan, load_plan, parse_plan
 
@@ -68,12 +75,6 @@ def schedule_of(plan: Plan, problem: Problem) -> Schedule:
 
 def _codec(problem: Problem, gradients: list[int], density: float | None) -> Codec:
     return Dense() if density is None else TopK(int(density * int(problem.numel[gradients].sum())))
-
-
-def printed(plan: Plan) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_plan(plan, console, buckets=True)
-    return console.export_text()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cluster_document, profile_document, write
+from builders import cluster_document, profile_document, run, write
 
-from planner.cli.app import main
 from planner.decide.simulate import simulate
 from planner.documents.profile import Cluster, Link, parse_cluster, parse_profile
 from planner.model.what_if import WhatIf, parse_link, relink
@@ -121,9 +120,7 @@ def test_links_that_are_none(text: str) -> None:
 )
 def test_nonsense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     path = write(tmp_path / "profile.json", profile_document(ROWS, cluster=cluster_document()))
-    with pytest.raises(SystemExit) as caught:
-        main(["simulate", path, *options])
-    assert caught.value.code == 2
+    run("simulate", path, *options, code=2)
     assert "expected" in capsys.readouterr().err
 
 
@@ -131,9 +128,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     profile = write(tmp_path / "profile.json", profile_document(ROWS))
     cluster = write(tmp_path / "cluster.json", cluster_document(None, ranks_per_node=2, **LINKS))
     options = ["--compute-speed", "2", "--inter", "5us,100gbit", "--jitter", "0.05", "--critical-path", "--json"]
-    with pytest.raises(SystemExit) as caught:
-        main(["simulate", profile, "--cluster", cluster, "--ranks", "2,16384", "--strategy", "ddp,torus_2d", *options])
-    assert caught.value.code == 0
+    run("simulate", profile, "--cluster", cluster, "--ranks", "2,16384", "--strategy", "ddp,torus_2d", *options)
     records = json.loads(capsys.readouterr().out)
     assert [(r["ranks"], r["strategy"]) for r in records] == [
         *((2, "ddp"), (2, "torus_2d"), (16384, "ddp"), (16384, "torus_2d"))

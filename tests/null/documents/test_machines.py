@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import run, run_json, usual_document, write
 
-from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.catalog import search
 from planner.documents.machines import Machines, describe_machines
@@ -80,8 +78,7 @@ def test_usual_spellings_of_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with suppress(SystemExit):
-        main(["cluster", "new", "--nodes", "2", "--gpus", "8", "--gpu", "A100-SXM4-80GB", "--nic", "8x100gb"])
+    run("cluster", "new", "--nodes", "2", "--gpus", "8", "--gpu", "A100-SXM4-80GB", "--nic", "8x100gb")
     assert "planner: --nic 8x100gb: read as 8x100gbit" in capsys.readouterr().err
     machine = load_cluster("cluster.json").nccl
     assert machine is not None
@@ -90,8 +87,7 @@ def test_usual_spellings_of_options(
         ("a1000", "--gpu: found 'a1000', expected one of: v100, a100, "),
         ("A100-PCIE-40GB", "--gpu: found 'A100-PCIE-40GB' without a link inside nodes"),
     ):
-        with pytest.raises(SystemExit):
-            main(["cluster", "new", "--nodes", "2", "--gpus", "8", "--gpu", gpu, "--nic", "8x100Gbps"])
+        run("cluster", "new", "--nodes", "2", "--gpus", "8", "--gpu", gpu, "--nic", "8x100Gbps", code=2)
         assert said in capsys.readouterr().err
 
 
@@ -217,9 +213,7 @@ def test_options_that_contradict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "new", "--nodes", "2", "--gpus", "8", *options])
-    assert ended.value.code == 2
+    run("cluster", "new", "--nodes", "2", "--gpus", "8", *options, code=2)
     assert message in capsys.readouterr().err
     assert not Path("cluster.json").exists()
 

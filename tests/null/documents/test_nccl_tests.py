@@ -7,12 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from builders import run_json
+from builders import run, run_json
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.published.collectives import h100_efa_all_reduce
-from planner.cli.app import main
 from planner.documents.nccl_tests import parse_log
 from planner.documents.profile import load_cluster
 from runtime.errors import InputError
@@ -382,14 +381,11 @@ def test_a_fit_of_one_node_says_what_several_need(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.log").write_text(log_text(ranks=8), encoding="utf-8")
-    with pytest.raises(SystemExit):
-        main(["cluster", "fit", "1x8:a.log", "--network", "efa"])
+    run("cluster", "fit", "1x8:a.log", "--network", "efa", code=2)
     assert "--network: found efa, but no log of several nodes" in capsys.readouterr().err
-    with suppress(SystemExit):
-        main(["cluster", "fit", "1x8:a.log"])
+    run("cluster", "fit", "1x8:a.log")
     assert "--ranks" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["simulate", "resnet50", "--cluster", "cluster.json", "--ranks", "64"])
+    run("simulate", "resnet50", "--cluster", "cluster.json", "--ranks", "64", code=2)
     assert "$.nccl.nic: missing with 8 nodes" in capsys.readouterr().err
 
 
@@ -417,7 +413,5 @@ def test_fits_that_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.log").write_text(log_text(), encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "fit", *arguments])
-    assert ended.value.code == 2
+    run("cluster", "fit", *arguments, code=2)
     assert said in capsys.readouterr().err

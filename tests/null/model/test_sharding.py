@@ -286,7 +286,7 @@ def test_schedules_that_cannot_be_are_refused() -> None:
     good = replace(Schedule.from_boundaries([5]), mode=Sharded())
     verify(good, ids)
     for odd in (replace(good, norms=(0,)), replace(Schedule.from_boundaries([5], TORUS_2D), mode=Sharded())):
-        with pytest.raises(VerifyError, match="sharded optimizer step"):
+        with pytest.raises(VerifyError, match="sharded step"):
             verify(odd, ids, norms=(1, 4))
     kept = run_passes(parse_passes("merge"), good, problem()).schedule
     assert kept.mode == Sharded()

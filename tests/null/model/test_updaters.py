@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import cluster_document, make, profile_document
-from rich.console import Console
+from builders import cluster_document, make, printed, profile_document
 
 from planner import optimize, simulate
 from planner.decide.strategies import make_schedule
@@ -29,7 +27,7 @@ from planner.model.modes.local_updaters import (
 from planner.model.problem import Problem
 from planner.model.what_if import WhatIf
 from planner.passes.local_async import LocalAsync, best_choice, updater_schedule
-from planner.report.tables import accuracy_lines, print_plan
+from planner.report.tables import accuracy_lines
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec, parse_plan
@@ -209,9 +207,7 @@ def test_a_plan_with_updaters() -> None:
 
 def test_what_it_says() -> None:
     plan = decided([(120.0, 125.0), (66.0, 70.0)])
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_plan(plan, console, buckets=True)
-    text = console.export_text()
+    text = printed(plan)
     assert "2 local updaters on the full model and 2 blocks, interleaved" in text
     assert "partial backwards take 14%, 86% of a full one; one of each updater saves 1.00 full backwards" in text
     assert "(c − 1)/2 = 0.50" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from planner.profile.bench import Bench
 from planner.profile.operator_times import measure_operators
 from runtime.comm.world import World
+from runtime.errors import FallbackWarning
 from runtime.monitor.clock import WallClock
 from runtime.optimizers.kinds import find_not_elementwise
 from runtime.optimizers.shared_operator import SharedOperator
-from runtime.optimizers.units import BY_MATRIX, OwnOperator, kind_name, operator_of, unit_of
+from runtime.optimizers.units import BY_MATRIX, OwnOperator, kind_name, operator_of, stack_difference, unit_of
 
 
 class Own(torch.optim.SGD):
@@ -119,6 +121,7 @@ def test_operators_of_all_optimizers_are_timed_by_shape_and_options() -> None:
     assert not found.applied
     assert [shape.parameters for shape in found.shapes] == [("more.0", "wide"), ("more.1",), ("square",), ("tall",)]
     assert all(shape.before_us > 0.0 for shape in found.shapes)
+    assert [shape.stacked_us for shape in found.shapes[1:]] == [None] * 3  # single ones; Halved takes none
     assert square.grad is None
 
 
@@ -147,3 +150,70 @@ def test_operators_are_timed_of_the_groups_that_call_them() -> None:
     optimizer.step()
     shared.after_step()
     assert list(shared.times_us()) == ["other"]
+
+
+class Stacked(Halved):
+    """Takes stacks, whose results are `factor` times those of one matrix at a time."""
+
+    batched = True
+
+    def __init__(self, params: Any, factor: float) -> None:
+        super().__init__(params)
+        self.factor, self.dims = factor, list[int]()
+
+    def operator(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        self.dims.append(matrix.dim())
+        return matrix / 2.0 * (self.factor if matrix.dim() == 3 else 1.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_stacks_are_timed_where_bits_are_equal_and_of_one_group(factor: float) -> None:
+    named = {str(place): matrices()[0] for place in range(5)}
+    groups = [{"params": [named[name] for name in of], "lr": 0.1 / len(of)} for of in ("012", "34")]
+    training: Any = SimpleNamespace(optimizer=Stacked(groups, factor), parameters=named)
+    compute: Any = SimpleNamespace(gradients=[SimpleNamespace(name=name) for name in named])
+    found = measure_operators(training, Bench(World(), torch.device("cpu")), compute)
+    assert found is not None
+    assert [shape.parameters for shape in found.shapes] == [tuple("012"), tuple("34")]
+    assert all((shape.stacked_us is None) == (factor > 1.0) for shape in found.shapes)
+    assert found.shapes[0].operator_us == found.shapes[1].operator_us  # timed once
+
+
+@pytest.mark.parametrize(
+    ("factor", "tolerance", "dims"), [(1.0, 0.0, [3, 3, 2, 2]), (1.001, 0.0, [2] * 6), (1.001, 0.01, [3, 3, 2, 2])]
+)
+def test_equal_shapes_of_a_group_are_one_stack_where_bits_are_equal_or_near_by_name(
+    factor: float, tolerance: float, dims: list[int]
+) -> None:
+    ends = []
+    for batched in (True, False):
+        parameters = [p for _ in range(3) for p in matrices()]
+        groups = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.2}]
+        optimizer, world = Stacked(groups, factor), World()
+        names: dict[Tensor, str] = {p: str(place) for place, p in enumerate(parameters)}
+        shared = SharedOperator(optimizer, OwnOperator(optimizer), names, world)
+        shared.share(dict.fromkeys(names, 0), [(world, parameters)], parameters if batched else (), tolerance)
+        warns = batched and 3 not in dims
+        said: Any = pytest.warns(FallbackWarning, match="one matrix at a time") if warns else nullcontext()
+        with said:
+            for _ in range(3):
+                optimizer.dims.clear()
+                shared.before_step()
+                optimizer.step()
+                shared.after_step()
+        assert optimizer.dims == (dims if batched else [2] * 6)
+        ends.append(parameters)
+    same = all(map(torch.equal, *ends))
+    assert same == (tolerance == 0.0)
+    assert all(torch.allclose(one, other, atol=2.0 * tolerance) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (32, 32)])
+def test_newton_schulz_of_a_stack_is_that_of_each_matrix(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Muon(matrices())
+    operator, group = operator_of(optimizer), optimizer.param_groups[0]
+    assert operator is not None
+    many = [torch.randn(shape, generator=generator) for _ in range(3)]
+    assert stack_difference(operator, many, [group] * 3) < 0.1
+    assert stack_difference(OwnOperator(Halved(matrices())), many, [group] * 3) == 0.0

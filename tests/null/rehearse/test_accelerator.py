@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from planner.documents.catalog import find_profile
 from planner.documents.profile import ComputeProfile, OperatorProfile, OperatorShape
 from planner.rehearse import accelerator
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from runtime.checks.plan import trainable_parameters
+from runtime.comm.world import World
 from runtime.errors import InputError
+from runtime.optimizers.shared_operator import SharedOperator
+from runtime.optimizers.units import operator_of
 
 
 class Clock:
@@ -198,6 +202,28 @@ def test_operators_of_matrices_take_their_time(clock: Clock, compute: ComputePro
     for one in optimizers:
         one.step()
     assert (clock.now_s - start_s) * 1e6 == pytest.approx(100.0 + 40.0 + 7000.0, rel=0.02)
+
+
+def test_stacks_of_matrices_take_their_time(clock: Clock, compute: ComputeProfile) -> None:
+    gradients = tuple(replace(one, numel=12, backward_us=10.0) for one in compute.gradients[:4])
+    names = tuple(gradient.name for gradient in gradients[:3])
+    shape = OperatorShape(shape=(12,), operator_us=2000.0, result_bytes=24, parameters=names, stacked_us=500.0)
+    operator = OperatorProfile(optimizer="Muon", shapes=(shape,), applied=True)
+    small = replace(compute, gradients=gradients, forward_us=100.0, update_us=6000.0, operator=operator)
+    job = make_job(small, rank=0)
+    optimizer = job.optimizer(list(job.model.named_parameters()))[0]
+    own: dict[Tensor, str] = {parameter: name for name, parameter in job.model.named_parameters() if name in names}
+    found = operator_of(optimizer)
+    assert found is not None
+    shared = SharedOperator(optimizer, found, own, World())
+    shared.share(dict.fromkeys(own, 0), [(World(), list(own))], own)
+    for _ in range(3):  # ranks compare results, then stacks
+        job.loss(job.model, job.batch(0, 0)).backward()
+        start_s = clock.now_s
+        shared.before_step()
+        optimizer.step()
+        shared.after_step()
+    assert (clock.now_s - start_s) * 1e6 == pytest.approx(2000.0 + 2 * 500.0, rel=0.05)
 
 
 @pytest.mark.parametrize("waits", [False, True])

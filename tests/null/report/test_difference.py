@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from builders import halves_cluster, run, usual_document, usual_profile, write
 
-from planner.cli.app import main
 from planner.decide.optimize import optimize
 from planner.ir import Schedule
 from planner.model.problem import make_problem
@@ -153,18 +152,14 @@ def test_the_command_ends_as_diff_does(tmp_path: Path, capsys: pytest.CaptureFix
     run("diff", a, a)
     assert "execute the same" in capsys.readouterr().out
     for options in ([], ["--json"]):
-        with pytest.raises(SystemExit) as stop:
-            main(["diff", a, b, *options])
-        assert stop.value.code == 1
+        run("diff", a, b, *options, code=1)
     text = capsys.readouterr().out
     document = json.loads(text[text.index("{") :])
     assert not document["same"]
     assert {"what": "accuracy", "first": "exact", "second": "bounded"} in document["executed"]
     assert any(row["what"] == "step (ms)" for row in document["predicted"])
     assert "what they do differently" in text
-    with pytest.raises(SystemExit) as stop:
-        main(["diff", a, str(tmp_path / "missing")])
-    assert stop.value.code == 2
+    run("diff", a, str(tmp_path / "missing"), code=2)
 
 
 def test_buckets_print_their_options() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from builders import usual_document, write
+from builders import run, usual_document, write
 from cache_datasets import Raw
 from torch import nn
 
 from planner import TrainingJob, optimize
-from planner.cli.app import main
 from planner.documents.profile import load_profile
 from planner.jobs.job import load_job
 from planner.jobs.on_rank import profile_rank
@@ -112,16 +110,10 @@ def no_count() -> TrainingJob:
     return replace(job(), batch_samples=0)
 
 
-def command(*arguments: str) -> None:
-    """Runs a command, which has to end well."""
-    with contextlib.suppress(SystemExit):
-        main(arguments)
-
-
 def test_profile_optimize_and_explain_carry_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
     profile_rank(f"{__file__}:job", "cpu", False).save(profile)  # what `planner profile` has its ranks do
-    command("optimize", profile, "--cluster", "a100-1x8", "-o", plan)
+    run("optimize", profile, "--cluster", "a100-1x8", "-o", plan)
     found = load_profile(profile).loading
     assert found is not None
     assert (found.samples, found.batch_samples) == (40, 8)
@@ -129,7 +121,7 @@ def test_profile_optimize_and_explain_carry_it(tmp_path: Path, capsys: pytest.Ca
     assert "one of 40 samples takes " in "\n".join(profile_lines(load_profile(profile)))
     assert json.loads(Path(plan).read_text())["loading"]["samples"] == 40
     capsys.readouterr()
-    command("explain", plan)
+    run("explain", plan)
     assert "input: a batch of 8 takes one worker" in capsys.readouterr().out
 
 

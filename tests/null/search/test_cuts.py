@@ -178,6 +178,7 @@ def test_one_graph_has_cuts_at_blocks_at_an_assumed_cost(turned: bool, block: st
     assert choice is not None
     assert choice.problem.cuts
     assert set(choice.problem.cuts) <= {f"{block}{at}" for at in range(6)}
+    assert "could be cut at" in choice.note
     assert "if a cut costs 0.2 ms, which was not measured" in choice.note
     assert choice.step_us < choice.whole_us
     compiled = nn.Linear(1, 1)

@@ -31,7 +31,7 @@ from planner.search.forms import FlatForms
 from planner.search.labels import search
 from planner.search.lags import apportion, layer_wise, merge_layers
 from planner.search.tables import bucket_tables, flat_forms
-from planner.verify import VerifyError, verify
+from planner.verify import VerifyError, verify, verify_on
 from runtime.errors import InputError
 from runtime.plan.transports import FLAT
 
@@ -220,7 +220,7 @@ def test_never_slower_than_what_is_known_within_the_limits(data: st.DataObject) 
     exact = exact_of(problem)
     joint = Joint(max_ratio=max_ratio, protect="none", compress="sparse")
     result = joint.frontier(exact, problem).best.schedule
-    verify(result, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
+    verify_on(problem, result, "bounded")
     known = [exact]
     # At 1 everything is protected, so that no bucket is sparse; gradients without elements travel dense.
     if max_ratio > 1.0 and problem.numel.all():
@@ -286,9 +286,9 @@ def test_sparsify_keeps_to_limits_and_is_the_strategy_without_protection(problem
     limits = ratio_limits(problem, 20.0, protect)
     found = layer_wise(problem, limits, by_layer=True)
     merged = merge_layers(problem, found)
-    verify(merged, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
+    verify_on(problem, merged, "bounded")
     assert step_us(problem, merged) <= step_us(problem, found) * (1 + 1e-12)
-    verify(found, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
+    verify_on(problem, found, "bounded")
     for bucket in found.buckets:
         assert compression(problem, [bucket])[0] <= 20.0 * (1 + 1e-12)
         assert bucket.whole or all(limits[index] > 1.0 for index in bucket.gradients)

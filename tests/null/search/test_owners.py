@@ -139,6 +139,46 @@ def test_plan_has_owners_and_says_how_near_the_bound_it_is() -> None:
     assert planner.optimize(problem_of().profile).to_document() == plan.to_document()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_search_is_as_near_to_what_trying_everything_finds_with_stacks_as_without(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    times_us = rng.uniform(20.0, 200.0, 2).tolist()
+    plain = costs_of(times_us * 2, [20000] * 4, 2 + seed % 2, rng.uniform(1.0, 60.0))
+    saved_us = tuple(float(rng.uniform()) * time_us for time_us in times_us)
+    gaps = []
+    for costs in (plain, replace(plain, kinds=(0, 1) * 2, saved_us=saved_us * 2)):
+        least_us = min(costs.unshared_us, *(costs.update(shares).update_us for shares in every_choice(costs)))
+        found = _search(costs)
+        assert costs.bound_us <= least_us * (1.0 + 1e-9)
+        gaps.append(found.update_us / least_us)
+    assert 1.0 - 1e-9 <= gaps[1] <= gaps[0] + 0.005
+
+
+def test_stacks_are_planned_where_bits_are_equal_and_they_are_faster() -> None:
+    document, found = problem_of().profile.to_document(), dict[Any, Any]()
+    (shape,) = document["compute"]["operator"]["shapes"]
+    for stacked_us in (None, 1000.0, 7000.0):
+        if stacked_us is not None:
+            shape["stacked_us"] = stacked_us
+        found[stacked_us] = planner.optimize(parse_profile(document)).to_document()
+    plain, stacked = found[None], found[1000.0]
+    assert "batched" not in plain["updates"]["operator"]
+    assert found[7000.0] == plain
+    operator = stacked["updates"]["operator"]
+    assert sorted(operator["batched"]) == sorted(operator["owners"])
+    assert operator["bound_us"] <= operator["shared_us"] < plain["updates"]["operator"]["shared_us"] - 2000.0
+    assert any("8 of them in stacks of equal shapes, with equal bits" in note for note in stacked["notes"])
+    assert parse_plan(stacked).to_document() == stacked
+    shape["stacked_us"], names = 1000.0, shape["parameters"]
+    by_group = [{**shape, "parameters": names[place::4]} for place in range(4)]  # four of two
+    document["compute"]["operator"]["shapes"] = by_group
+    group = {name: place for place, one in enumerate(by_group) for name in one["parameters"]}
+    operator = planner.optimize(parse_profile(document)).to_document()["updates"]["operator"]
+    stacks = {(operator["owners"][name], group[name]) for name in operator["batched"]}
+    assert len(operator["batched"]) == 2 * len(stacks)
+    assert stacked["updates"]["operator"]["shared_us"] <= operator["shared_us"] + 1e-6
+
+
 def test_nothing_to_gain_is_said() -> None:
     plan = planner.optimize(problem_of(operator_us=1.0, line=(5000.0, 0.01)).profile)
     assert plan.updates is not None

@@ -59,6 +59,10 @@ def test_blocks_are_children_of_lists_with_parameters_and_none_inside_another() 
     })  # fmt: skip
     assert blocks_of(model) == ["blocks.0", "blocks.1", "layers.0", "layers.1", "head.1"]
     assert blocks_of(nn.Linear(2, 2)) == []
+    divided = nn.Sequential(nn.ModuleDict({"net": stack(2)}), nn.Linear(2, 2))
+    assert blocks_of(divided) == ["0.net.0", "0.net.1", "1"]
+    shared = stack(3)
+    assert blocks_of(nn.ModuleDict({"a": shared[:2], "b": shared[1:]})) == ["a.0", "a.1", "b.2"]
     assert blocks_of(torch.compile(stack(2))) == ["0", "1"]  # type: ignore[arg-type]
 
 
@@ -140,14 +144,14 @@ def test_each_form_of_a_model_is_compiled_where_others_have_reached_the_limit() 
 def test_regions_are_counted_where_graphs_are_split() -> None:
     class Skipping(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[3](self[0](x))  # type: ignore[no-any-return]
+            return self[4][0](self[3](self[0](x)))  # type: ignore[index, no-any-return]
 
-    model = Skipping([*stack(3), stack(1)])
+    model = Skipping([*stack(3), stack(1), nn.ModuleList(stack(1))])
     compiled = CompiledModel(model, "eager")
-    compiled.cut(("1", "2", "3", "3.0"))
+    compiled.cut(("1", "2", "3", "3.0", "4"))
     assert "no graph so far" in compiled.report()
     model(torch.ones(2, 4))
-    assert "in 2 regions; 3 of 4 cuts made none" in compiled.report()
+    assert "in 3 regions; 3 of 5 cuts made none" in compiled.report()
     compiled.remove()
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import reference
 import sparse_reference
-from builders import make, profile_document
+from builders import make, profile_document, run
 
 from planner import simulate
-from planner.cli.app import main
 from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
@@ -320,9 +319,7 @@ def test_a_link_that_is_missing_is_named_with_how_to_measure_it() -> None:
 
 def test_records_have_ratios_for_lags_only(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["slgs:0.01", "lags:100", "hitopk:0.01", "torus_2d"]
-    with pytest.raises(SystemExit) as stop:
-        main(["simulate", "googlenet@v100-16x8-25gbe", "--strategy", ",".join(names), "--json"])
-    assert not stop.value.code
+    run("simulate", "googlenet@v100-16x8-25gbe", "--strategy", ",".join(names), "--json")
     records = json.loads(capsys.readouterr().out)
     assert [record["strategy"] for record in records] == names
     assert [bool(record["ratios"]) for record in records] == [False, True, False, False]

@@ -25,10 +25,9 @@ from hypothesis import strategies as st
 from planner.decide.strategies import BASELINES, STRATEGIES, accuracy_of, make_schedule
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
-from planner.model.operator_costs import operator_sizes
 from planner.model.problem import Problem
 from planner.model.schedule_text import parse_schedule
-from planner.verify import verify
+from planner.verify import verify_on
 from runtime.errors import InputError
 
 ARGUMENTS = {
@@ -67,8 +66,7 @@ def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
     has = {"matrices": name.startswith("lowrank"), "operator": name.startswith("operators")}
     problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention, **has))
     schedule = make_schedule(problem, name)
-    norms, matrices = (len(problem.norm_layers), problem.ranks), operator_sizes(problem)
-    verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name), norms=norms, matrices=matrices)
+    verify_on(problem, schedule, accuracy_of(name))
     assert make_schedule(problem, name) == schedule
     assert parse_schedule(str(schedule)) == schedule
     # No all-reduces of the library, or not all of them in the step.

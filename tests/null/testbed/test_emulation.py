@@ -7,11 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from builders import usual_document
+from builders import run, usual_document
 
 from planner import optimize
 from planner.cli import doctor
-from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.testbed import namespaces, wiring
@@ -88,9 +87,7 @@ def test_commands_refuse_them_before_anything_else(
     command: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = [] if command == "demo" else ["absent.py:job"]
-    with pytest.raises(SystemExit) as ended:
-        main([command, *job, *options])
-    assert ended.value.code == 2
+    run(command, *job, *options, code=2)
     captured = capsys.readouterr()
     assert captured.err.startswith(message)
     assert captured.out == ""
@@ -132,9 +129,7 @@ def test_without_privileges_it_is_refused_with_the_cure(
     with pytest.raises(NoNamespaces, match=told), emulated_hosts(parse_emulation(spec)):
         pass
     monkeypatch.setattr("planner.jobs.launch.run_ranks", None)  # nothing is started
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--emulate", spec])
-    assert ended.value.code == 3
+    run("demo", "--emulate", spec, code=3)
     assert "cannot be made (on purpose)" in capsys.readouterr().err
 
 

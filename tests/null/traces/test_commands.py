@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from builders import Outcome, outcome_of
 from made_traces import Job, make_traces, write_trace
 
-from planner.cli.app import main
 from planner.documents.profile import load_profile
-
-Outcome = tuple[int, str, str]
 
 
 @pytest.fixture
@@ -26,13 +25,7 @@ def command(
     for rank, document in enumerate(make_traces(Job(late_us=(0.0, 900.0)))):
         write_trace(tmp_path / "ranks" / f"rank{rank}.json.gz", document)
 
-    def run(*arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as exit_:
-            main(arguments)
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return run
+    return partial(outcome_of, capsys)
 
 
 def test_import_optimize_and_export(command: Callable[..., Outcome]) -> None:
@@ -147,6 +140,6 @@ def test_what_cuts_would_win_is_said_in_every_form(command: Callable[..., Outcom
     (tmp_path / "one").mkdir()
     for rank, document in enumerate(make_traces(Job(compiled=True))):
         write_trace(tmp_path / "one" / f"rank{rank}.json.gz", document)
-    for asked in (("import", "one", "-o", "p.json"), ("explain", "one")):
+    for asked in (("import", "one", "-o", "p.json"), ("explain", "one"), ("optimize", "p.json", "-o", "plan.json")):
         for form in ((), ("--json",)):
             assert "with one graph" in command(*asked, *form)[1]
