@@ -242,8 +242,6 @@ class Exchange:
                 usage.write([slot.index for slot in self.slots if not slot.touched])
         self.launcher.launch(bucket)
         self._next += 1
-        if self.launcher.rank_weights is not None and self._next == len(self.buckets):
-            self.launcher.rank_weights.send()
 
     def weighed(self, slot: Slot, gradient: Tensor) -> tuple[Tensor] | None:
         """Return a gradient times the weight of its backward, before it is added to `.grad`; None: it stays."""

@@ -3,7 +3,7 @@
     weight(n)             ─▶ kept for the next backward
     first gradient of it  ─▶ in the first backward ranks agree on n₀, the mean of their weights; later each takes n / n₀
     each gradient         ─▶ times n / n₀ before autograd adds it to `.grad`; zeros where n is 0
-    the last bucket left  ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own
+    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own
     all buckets are here  ─▶ the averages are multiplied by (micro-batches of all ranks) / (Σ n / n₀ of all ranks)
 
 So with equal weights every factor is 1 and nothing is multiplied. With accumulation the sum is over all micro-batches,
@@ -51,8 +51,6 @@ class Weights:
         self.factor: float | None = None
         """Weight of the present backward over n₀; None: it has brought no gradient yet."""
         self._sum, self._micro_batches = 0.0, 0
-        self._unsent: Tensor | None = None
-        """Σ n / n₀ and the number of micro-batches of the present step, before they are sent."""
         self._control: World | None = None
         self._in_flight: list[tuple[dist.Work, Tensor, Tensor]] = []
         self._sums: list[float] | None = None
@@ -160,22 +158,14 @@ class Weights:
     # One step, in the order in which it happens.
 
     def begin_step(self) -> None:
-        """Take what this rank's micro-batches weigh; before any bucket of the step is sent."""
+        """Send what this rank's micro-batches weigh; before any bucket of the step is sent."""
         if not self._agreed:
             self._agree()
         if not self.active:
             return
         self._sums = None
-        self._unsent = torch.tensor([self._sum, float(self._micro_batches)], dtype=torch.float64)
+        mine = torch.tensor([self._sum, float(self._micro_batches)], dtype=torch.float64)
         self._sum, self._micro_batches = 0.0, 0
-
-    def send(self) -> None:
-        """Send it, once in a step, behind the last bucket: earlier, threads of the backend would take cores from a
-        backward on the host.
-        """
-        if self._unsent is None:
-            return
-        mine, self._unsent = self._unsent, None
         control = self.connect()
         whole = mine.new_empty(2 * self._world.ranks)
         with control.error_context(GATHERING):
@@ -194,7 +184,6 @@ class Weights:
         if not self.active:
             return 1.0
         if self._sums is None:
-            self.send()
             control, whole = self.connect(), torch.empty(0)
             while self._in_flight:
                 work, _, whole = self._in_flight.pop(0)
