@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import typer
@@ -98,7 +97,9 @@ def _buckets(asked: Optimize, common: dict[str, Any]) -> Plan:
     if asked.solving.solver == "cpsat" and plan.sharded:
         typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
     possible = possible_cuts(request.problem)
-    return plan if possible is None else replace(plan, notes=(*plan.notes, possible.note))
+    if possible is not None and possible.problem.cuts:
+        typer.echo(f"planner: {possible.note}", err=True)
+    return plan
 
 
 def _accuracy_lines(asked: Optimize, plan: Plan) -> list[str]:

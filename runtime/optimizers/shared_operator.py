@@ -148,11 +148,14 @@ class SharedOperator:
             self._learn(groups, unknown)
             return
         pending: dict[Tensor, tuple[Pending, int]] = {}
-        for world, gather in self._gathers:
-            for members in _by_dtype(gather, groups, self._forms):
-                split, stacks = self._split(world, members, groups)
-                sent = split.start(partial(self._results, stacks, groups), members)
-                pending.update((p, (sent, place)) for place, p in enumerate(members))
+        splits = [  # ranks compare stacks before any is computed
+            (members, *self._split(world, members, groups))
+            for world, gather in self._gathers
+            for members in _by_dtype(gather, groups, self._forms)
+        ]
+        for members, split, stacks in splits:
+            sent = split.start(partial(self._results, stacks, groups), members)
+            pending.update((p, (sent, place)) for place, p in enumerate(members))
         calls = iter([(p, form) for p in groups if (form := self._forms.get(p)) is not None])
 
         def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -158,7 +158,7 @@ class PlanSide:
         self.group = group
 
     def switch(self, buckets: int) -> None:
-        """Another plan; of a sharded step one that is not, by turns, and so with workers that train alone."""
+        """Switch to another plan; where ranks share the step or train alone, every second one is exact."""
         if self.session is None:
             return
         self._buckets = buckets

@@ -394,7 +394,7 @@ def refusals() -> Iterator[tuple[str, Plan, nn.Module, str]]:
     yield "exact", exact, model, "updates.step.weights: found bfloat16 in a plan whose accuracy is exact"
     yield "interface", replace(good, interface=("sharded-step",)), model, "found none of bfloat16-weights"
     yield "not shared", unshared, model, "in a plan whose ranks do not share the step"
-    yield "native", native, model, "is sent by all_reduce/native with the compressor 'wire', but the sharded optimizer"
+    yield "native", native, model, "is sent by all_reduce/native with the compressor 'wire', but a sharded step"
     yield "selected", sparse, model, "expected all_reduce/library without a compressor or with wire"
     yield "two dtypes", plan_in(mixed, 3, spec, SHARED), mixed, "several dtypes, and its ranks share the optimizer's"
     yield "float64", plan_in(wide, 3, None, ROUNDED), wide, "is float64; expected parameters of at most 32 bits"
