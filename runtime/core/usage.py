@@ -59,7 +59,7 @@ class UsageFlags:
 
     @property
     def marks(self) -> bool:
-        """Whether ranks may mark their message, and read marks without waiting for a device; equal on all ranks."""
+        """True if ranks may mark their message, and read marks without waiting for a device; equal on all ranks."""
         return self._marks and self.on_host
 
     def mark(self) -> None:

@@ -29,7 +29,7 @@ from runtime.torch_compat import all_gather_on
 GATHERING = "gathering the weights of ranks"
 MEETING = "agreeing on weights in session.batches or the first backward, which has to reach a parameter on each rank"
 BACKWARD, BATCHES, SAMPLER = PLACES = ("a backward", "session.batches", "session.sampler")
-"""Where ranks send each other numbers, with which goes the place's: a rank that is elsewhere would be misread."""
+"""The places at which ranks exchange numbers. A message begins with its place: a rank at another one is an error."""
 HINT = "call session.weight(n) on every rank before each backward, from the first step on, or on no rank"
 
 
@@ -215,7 +215,7 @@ class Weights:
 
     @property
     def marked(self) -> bool:
-        """True if this rank has to mark a step: its weight, which it has not sent, is not that of one backward of n₀."""
+        """True if this rank has to mark a step: it has not sent its weight, which is not that of one backward of n₀."""
         return self._unsent not in (None, [1.0, 1.0])
 
     def end_backward(self) -> None:
