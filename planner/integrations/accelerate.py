@@ -35,8 +35,8 @@ WITH_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class PlannerAccelerator(Accelerator):  # type: ignore[misc]
-    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `compress`, `allow`, `timeout_s` and `compile` as
-    `planner.attach` does.
+    """Takes the arguments of `Accelerator`, and `plan`, `accuracy`, `compress`, `allow`, `timeout_s`, `weight` and
+    `compile` as `planner.attach` does.
 
     A `DistributedDataParallelKwargs` among `kwargs_handlers` counts as far as `planner.attach` has the like; what else
     of it would change results raises InputError.

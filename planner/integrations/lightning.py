@@ -34,9 +34,9 @@ check_version("lightning", lightning.__version__, "2.6")
 class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """DDPStrategy whose model is attached where it would be wrapped.
 
-    Takes `plan`, `accuracy`, `compress`, `allow`, `timeout_s` and `compile` as `planner.attach` does, and the arguments
-    of `DDPStrategy`. Of those for DistributedDataParallel they count as far as `planner.attach` has the like; what else
-    of them would change results raises InputError.
+    Takes `plan`, `accuracy`, `compress`, `allow`, `timeout_s`, `weight` and `compile` as `planner.attach` does, and the
+    arguments of `DDPStrategy`. Of those for DistributedDataParallel they count as far as `planner.attach` has the like;
+    what else of them would change results raises InputError.
     """
 
     strategy_name = "planner"
@@ -46,7 +46,7 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         allow: Sequence[str] | None = None, timeout_s: float | None = None, compress: str | None = None,
         **keywords: Any,
     ) -> None:  # fmt: skip
-        given = {"compile": keywords.pop("compile", None)}
+        given = {name: keywords.pop(name, None) for name in ("weight", "compile")}
         super().__init__(**keywords)
         self._planned = Options(plan, accuracy, allow, timeout_s, compress, **given)
         own = inspect.signature(DDPStrategy).parameters.keys() - REFUSED.keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from runtime.comm.communicator import Communicator
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot
 from runtime.core.hooks import GradientHook
-from runtime.core.usage import Usage
+from runtime.core.usage import Usage, UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.core.watch import raise_failed_move, refuse_unplanned
 from runtime.core.weights import Weights
@@ -84,9 +85,15 @@ class Launcher:
         """True if gradients are weighed; equal on all ranks."""
         return self.rank_weights is not None and self.rank_weights.active
 
+    @property
+    def marks(self) -> UsageFlags | None:
+        """Return the flags that ranks mark where their weights are not alike; None: weights are sent in each step."""
+        usage = self.usage
+        return usage if isinstance(usage, UsageFlags) and usage.marks else None
+
     def correction(self) -> float:
         """Return the factor of averages that are here, which makes them those of weighed ranks."""
-        return 1.0 if self.rank_weights is None else self.rank_weights.correction()
+        return 1.0 if self.rank_weights is None else self.rank_weights.correction(self.marks)
 
     def wait(self) -> None:
         """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank gave the step up."""
@@ -153,6 +160,8 @@ class Exchange:
         """`_first_grad` at the end of the last micro-batch."""
         self._idle = False
         """Whether the present backward has a weight of 0, as if it had used no parameter."""
+        self._as_is = False
+        """Whether gradients of the present backward are added without a factor; known from the first one on."""
         self._next = 0
         self.open = False
         self._given_up = False
@@ -218,7 +227,7 @@ class Exchange:
     def begin(self) -> None:
         """Begin a step, whose first gradient is here."""
         if self.launcher.rank_weights is not None:
-            self.launcher.rank_weights.begin_step()
+            self.launcher.rank_weights.begin_step(self.launcher.marks is not None)
         self._views.restore()
         self.carried.begin()
         kept = partial(self._views.others_kept, self._first)
@@ -240,6 +249,9 @@ class Exchange:
                 usage.write_given_up()
             else:
                 usage.write([slot.index for slot in self.slots if not slot.touched])
+                marks, weights = self.launcher.marks, self.launcher.rank_weights
+                if marks is not None and weights is not None and weights.marked:
+                    marks.mark()
         self.launcher.launch(bucket)
         self._next += 1
 
@@ -256,7 +268,7 @@ class Exchange:
             if self.launcher.weighted:  # else ranks have refused each other's weights alike
                 self.give_up()
             raise
-        self._idle = factor == 0.0
+        self._idle, self._as_is = factor == 0.0, factor == 1.0
         if not slot.touched and slot.index not in self._aside and (self._idle or slot.parameter.grad is not None):
             self._aside[slot.index] = self.launcher.set_aside(slot)
         if factor == 1.0:
@@ -301,7 +313,7 @@ class Exchange:
         self._recorder.end_step()
 
     def _end_weight(self) -> None:
-        self._idle = False
+        self._idle = self._as_is = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.end_backward()
 
@@ -356,14 +368,18 @@ class Exchange:
         """
         if self.open:
             self.give_up()
-        given_up, self._given_up, self.open = self._given_up, False, False
+        sent, given_up = self.open and not self._given_up, self._given_up
+        self._given_up = self.open = False
         self._saved.clear()
         self._aside.clear()
-        self._idle = False
+        self._idle = self._as_is = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.abort()
         self.launcher.abort_backward()
         self.launcher.communicator.wait()
+        if sent and self.launcher.marks is not None:
+            with suppress(InputError):  # others may wait for this rank's weight
+                self.launcher.correction()
         usage = self.launcher.usage
         if given_up and usage is not None and not usage.on_host and usage.used_somewhere():
             raise CommunicationError(
@@ -434,7 +450,9 @@ class Exchange:
 def _weigh(exchange: weakref.ref[Exchange], slot: Slot, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
     """Weigh a gradient before autograd adds it to `.grad`."""
     here = exchange()
-    return None if here is None or gradients[0] is None else here.weighed(slot, gradients[0])
+    if here is None or gradients[0] is None or (here._as_is and slot.parameter.grad is None):
+        return None  # most often, in one Python frame
+    return here.weighed(slot, gradients[0])
 
 
 def _gradient_ready(

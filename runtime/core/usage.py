@@ -31,6 +31,8 @@ class UsageFlags:
         """Places of an element's counters, in bits."""
         self.elements = self._counters + 1
         """Number of elements for the counters of all parameters and for that of ranks that gave the step up."""
+        self._marks = ranks * (ranks + 2) < 1 << exact_bits
+        """Whether the dtype sums marks and ranks that gave up exactly, in one element."""
 
     def lie_in(self, message: Message) -> None:
         """Place them in the last `elements` of a message."""
@@ -55,10 +57,27 @@ class UsageFlags:
         self._tail.zero_()
         self._tail[-1:].fill_(1)
 
+    @property
+    def marks(self) -> bool:
+        """True if ranks may mark their message, and read marks without waiting for a device; equal on all ranks."""
+        return self._marks and self.on_host
+
+    def mark(self) -> None:
+        """Mark this rank's message, before it leaves and after `write`."""
+        self._tail[-1:].fill_(self.ranks + 1)
+
+    def marked(self) -> bool:
+        """Return, after the message has come, whether a rank has marked its own, and none gave the step up."""
+        marks, given_up = self._last()
+        return marks > 0 and not given_up
+
     def given_up(self) -> int:
         """Return, after the message has come, how many ranks gave the step up. Waits for the device."""
+        return self._last()[1]
+
+    def _last(self) -> tuple[int, int]:
         found = self._message.flat[-1]
-        return int(found.real if found.is_complex() else found)
+        return divmod(int(found.real if found.is_complex() else found), self.ranks + 1)
 
     def used_somewhere(self) -> set[int]:
         """Return, after the message has come, the parameters that any rank used. Waits for the device."""

@@ -3,7 +3,8 @@
     weight(n)             ─▶ kept for the next backward
     first gradient of it  ─▶ in the first backward ranks agree on n₀, the mean of their weights; later each takes n / n₀
     each gradient         ─▶ times n / n₀ before autograd adds it to `.grad`; zeros where n is 0
-    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own
+    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own:
+                             from the first step on where a rank's are not 1, which a mark in its last bucket reports
     all buckets are here  ─▶ the averages are multiplied by (micro-batches of all ranks) / (Σ n / n₀ of all ranks)
 
 So with equal weights every factor is 1 and nothing is multiplied. With accumulation the sum is over all micro-batches,
@@ -13,7 +14,7 @@ times their number on a rank, as with DDP: scripts divide the loss by that numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.world import World
+from runtime.core.usage import UsageFlags
 from runtime.errors import InputError
-from runtime.torch_compat import all_gather_single
+from runtime.torch_compat import all_gather_on
 
 GATHERING = "gathering the weights of ranks"
+MEETING = "agreeing on weights in session.batches or the first backward, which has to reach a parameter on each rank"
+BACKWARD, BATCHES, SAMPLER = PLACES = ("a backward", "session.batches", "session.sampler")
+"""The places at which ranks exchange numbers. A message begins with its place: a rank at another one is an error."""
 HINT = "call session.weight(n) on every rank before each backward, from the first step on, or on no rank"
 
 
@@ -53,6 +58,10 @@ class Weights:
         self._sum, self._micro_batches = 0.0, 0
         self._control: World | None = None
         self._in_flight: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._unequal = False
+        """Whether a step has had other weights than n₀: from then on they are sent in each; equal on all ranks."""
+        self._unsent: list[float] | None = None
+        """Σ n / n₀ and micro-batches of this rank in the last step; None: all ranks have been sent them."""
         self._sums: list[float] | None = None
         """Σ n / n₀ of every rank in the last step, once it is complete."""
         self._correction = 1.0
@@ -106,18 +115,14 @@ class Weights:
         """Agree on n₀ with all ranks, of which each calls this once, and return this rank's weight. Raises InputError
         on all of them alike.
         """
-        found: list[tuple[float | None, float | None, str | None]]
         n: float | None = None
         problem: str | None = None
         try:
             n = self._weight() if self.wanted else None
         except InputError as error:
             problem = str(error)
-        doing = "agreeing on weights in the first backward, which has to reach a parameter on every rank"
-        found = self._world.gather((n, self._resumed, problem), doing)
-        if problem := next((one for *_, one in found if one), None):
-            raise InputError(problem)
-        everyone, units = [one for one, *_ in found], {unit for _, unit, _ in found}
+        found = self._meet(BACKWARD, n, problem)
+        everyone, units = [one for _, one, *_ in found], {unit for *_, unit, _ in found}
         self._agreed = True
         if all(one is None for one in everyone):
             return n
@@ -135,7 +140,18 @@ class Weights:
             positive = [one for one in everyone if one]
             equal = len(set(positive)) == 1  # their mean may be rounded
             self.unit = (positive[0] if equal else math.fsum(positive) / len(positive)) if positive else 1.0
+        self._unequal = any(one != self.unit for one in everyone)
         return n
+
+    def _meet(self, place: str, n: float | None = None, problem: str | None = None) -> list[tuple[Any, ...]]:
+        """Return place, weight and resumed unit of every rank, all of which come here at first. Raises InputError on
+        all alike, where one has a problem or is at another of the `PLACES`.
+        """
+        found = self._world.gather((place, n, self._resumed, problem), MEETING)
+        _check_places([one for one, *_ in found])
+        if problem := next((one for *_, one in found if one), None):
+            raise InputError(problem)
+        return found
 
     def connect(self) -> World:
         """Return the ranks' group for weights, made at the first call, which is at the same place on all of them.
@@ -147,57 +163,84 @@ class Weights:
             self._control = self._world.split([range(self._world.ranks)], backend="gloo")
         return self._control
 
-    def gather(self, mine: list[float]) -> list[list[float]]:
-        """Return every rank's numbers, in order of rank; all ranks call this between two steps."""
+    def gather(self, place: str, mine: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, in order of rank; all ranks call this between two steps, at one of the `PLACES`.
+        Raises InputError where some are at another one.
+        """
+        if self._world.ranks == 1:
+            return [[*mine]]
+        if self._control is None:
+            self._meet(place)
+        self._send(place, mine)
+        return self._received()
+
+    def _send(self, place: str, mine: Sequence[float]) -> None:
         control = self.connect()
-        part = torch.tensor(mine, dtype=torch.float64)
-        whole = part if control.group is None else control.gather_parts(part, GATHERING)
-        rows: list[list[float]] = whole.view(self._world.ranks, -1).tolist()
-        return rows
+        assert control.group is not None
+        part = torch.tensor([PLACES.index(place), *mine], dtype=torch.float64)
+        whole = part.new_empty(self._world.ranks * len(part))
+        with control.error_context(GATHERING):
+            self._in_flight.append((all_gather_on(control.group, whole, part), part, whole))
+
+    def _received(self) -> list[list[float]]:
+        """Return what all ranks have sent last; a step that was given up leaves its message."""
+        control, rows = self.connect(), list[list[float]]()
+        while self._in_flight:
+            work, _, whole = self._in_flight.pop(0)
+            with control.error_context(GATHERING):
+                control.wait(work, GATHERING)
+            rows = whole.view(self._world.ranks, -1).tolist()
+            _check_places([PLACES[int(place)] for place, *_ in rows])
+        return [row[1:] for row in rows]
 
     # One step, in the order in which it happens.
 
-    def begin_step(self) -> None:
-        """Send what this rank's micro-batches weigh; before any bucket of the step is sent."""
+    def begin_step(self, marks: bool) -> None:
+        """Send what this rank's micro-batches weigh, before any bucket of the step is sent, unless it is known to be
+        what others expect, or others hear by marks that it is not.
+        """
         if not self._agreed:
             self._agree()
         if not self.active:
             return
-        self._sums = None
-        mine = torch.tensor([self._sum, float(self._micro_batches)], dtype=torch.float64)
+        self._sums, self._unsent = None, [self._sum, float(self._micro_batches)]
         self._sum, self._micro_batches = 0.0, 0
-        control = self.connect()
-        whole = mine.new_empty(2 * self._world.ranks)
-        with control.error_context(GATHERING):
-            out, given = whole.view(torch.uint8), mine.view(torch.uint8)
-            work = all_gather_single(out, given, group=control.group, async_op=True)
-        self._in_flight.append((work, mine, whole))
+        if self._unequal or not marks:
+            self._send_sums()
+
+    def _send_sums(self) -> None:
+        assert self._unsent is not None
+        self._send(BACKWARD, self._unsent)
+        self._unsent = None
+
+    @property
+    def marked(self) -> bool:
+        """True if this rank has to mark a step: it has not sent its weight, which is not that of one backward of n₀."""
+        return self._unsent not in (None, [1.0, 1.0])
 
     def end_backward(self) -> None:
         """Forget the weight of the present backward."""
         self.factor = None
 
-    def correction(self) -> float:
+    def correction(self, marks: UsageFlags | None) -> float:
         """Return what averages have to be multiplied by, in a step whose buckets are all here. Raises InputError on all
-        ranks alike where all weights of the step are 0.
+        ranks alike where all weights of the step are 0. `marks`: of all ranks; None: there are none.
         """
         if not self.active:
             return 1.0
         if self._sums is None:
-            control, whole = self.connect(), torch.empty(0)
-            while self._in_flight:
-                work, _, whole = self._in_flight.pop(0)
-                with control.error_context(GATHERING):
-                    control.wait(work, GATHERING)
-            rows = whole.view(self._world.ranks, 2)
-            self._sums = rows[:, 0].tolist()
+            if self._unsent is not None and marks is not None and marks.marked():
+                self._unequal = True
+                self._send_sums()
+            rows = self._received() if self._unsent is None else [[1.0, 1.0]] * self._world.ranks
+            self._sums = [one for one, _ in rows]
             total = math.fsum(self._sums)
             if not total:
                 raise InputError(
                     f"found weights of 0 on all {self._world.ranks} ranks in one step, whose gradient is 0 / 0; "
                     f"expected a positive one on at least one rank: leave such a step out on every rank"
                 )
-            self._correction = float(rows[:, 1].sum()) / total
+            self._correction = sum(micro_batches for _, micro_batches in rows) / total
         return self._correction
 
     @property
@@ -228,6 +271,15 @@ class Weights:
         if self._control is not None:
             self._control.leave()
             self._control = None
+
+
+def _check_places(found: Sequence[str]) -> None:
+    if len(set(found)) > 1:
+        where = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(found))
+        raise InputError(
+            f"found ranks at unlike places: {where}; expected all of them at the same one: call session.batches and "
+            f"session.sampler on every rank, and train as many steps on each"
+        )
 
 
 def check_weight(n: Any, where: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from runtime.core.weights import Weights
+from runtime.core.weights import SAMPLER, Weights
 from runtime.errors import InputError
 from runtime.monitor.arrivals import Arrivals
 from runtime.plan import Plan
@@ -75,7 +75,7 @@ class Shares:
         if times_us:
             decided = decide(self.present, times_us, self.most or (sum(self.present),) * len(self.present))
             before = self.present
-            self.present = tuple(int(one) for one in self._weights.gather([float(one) for one in decided])[0])
+            self.present = tuple(int(one) for one in self._weights.gather(SAMPLER, decided)[0])
             if self.present != before:
                 arrivals.postpone()
         return self.present

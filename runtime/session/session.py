@@ -425,12 +425,10 @@ class Session:
                     session.weight(len(x))
         """
         self._shares.begin(global_batch, self._world.ranks, most)
-        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-
-        def next_pass() -> Sequence[int]:
-            return self._shares.next_pass(self._monitor.arrivals, self._decide_shares)
-
-        return ShareBatches(dataset, self._shares, next_pass, self._world.rank, **options)
+        return ShareBatches(
+            dataset, self._shares, lambda: self._shares.next_pass(self._monitor.arrivals, self._decide_shares),
+            self._world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last,
+        )  # fmt: skip
 
     def _decide_shares(self, shares: Sequence[int], compute_us: Sequence[float], most: Sequence[int]) -> Sequence[int]:
         """Return the shares of the next pass by times of ranks with the present ones; see `Shares.next_pass`."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader
 
-from runtime.core.weights import Weights
+from runtime.core.weights import BATCHES, Weights
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
 
@@ -43,7 +43,7 @@ def even_batches(weights: Weights, loader: Iterable[T], recorder: Recorder) -> I
             if last is _NONE:
                 last = cast(T, _one_sample(loader))
             begun_s = time.perf_counter()
-            found = weights.gather([float(not weights.idle), float(last is not _NONE)])
+            found = weights.gather(BATCHES, [not weights.idle, last is not _NONE])
             recorder.gathered(1e6 * (time.perf_counter() - begun_s))
             if not any(more for more, _ in found):
                 return
@@ -58,9 +58,9 @@ def even_batches(weights: Weights, loader: Iterable[T], recorder: Recorder) -> I
 
 
 def _one_sample(loader: Iterable[Any]) -> Any:
-    """Return a batch of the first sample of a DataLoader's data set, or `_NONE`: there is none."""
+    """Return a batch of a DataLoader's first sample, twice, for layers that normalize over a batch; or `_NONE`."""
     if isinstance(loader, DataLoader):
         with suppress(Exception):  # what has no first sample: an error on all ranks alike
             sample = loader.dataset[0]
-            return loader.collate_fn(sample if loader.batch_sampler is None else [sample])
+            return loader.collate_fn(sample if loader.batch_sampler is None else 2 * [sample])
     return _NONE

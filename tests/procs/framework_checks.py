@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from accelerate_checks import PLANS, net, plan_for, prepare_environment, same, sgd, state
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -15,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from planner.integrations.accelerate import PlannerAccelerator
 from planner.integrations.lightning import PlannerMetrics as LightningMetrics
 from planner.integrations.lightning import PlannerStrategy
 from planner.integrations.transformers import PlannerMetrics, PlannerTrainer
@@ -145,21 +148,82 @@ class TokenLoss(nn.Module):
         return {"loss": errors.mean() if num_items_in_batch is None else errors.sum() / num_items_in_batch}
 
 
-def tokens(folder: Path) -> dict[str, bool]:
-    """The HF Trainer on ranks with unlike numbers of tokens: whether it is as one process that has all of them."""
-    generator = torch.Generator().manual_seed(5)
-    items = []
+def token_rows() -> list[dict[str, Tensor]]:
+    """Rows with unlike numbers of tokens, of which two make a batch of a rank, and all of them a step."""
+    generator, items = torch.Generator().manual_seed(5), []
     for row in range(8):
         labels = torch.randn(9, generator=generator, dtype=torch.float64)
         labels[1 + row :] = -100
         items.append({"x": torch.randn(6, generator=generator, dtype=torch.float64), "labels": labels})
-    reference, found = TokenLoss(), dict[str, Any]()
-    whole = {name: torch.stack([item[name] for item in items]) for name in ("x", "labels")}
+    return items
+
+
+def batch_of(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([item[name] for item in items]) for name in ("x", "labels")}
+
+
+def number_of(batch: dict[str, Tensor]) -> int:
+    return int(batch["labels"].ne(-100).sum())
+
+
+def by_accelerate() -> nn.Module:
+    """Accelerate, with a function that gives the number of tokens."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    model, number = TokenLoss(), [0]
+    accelerator = PlannerAccelerator(cpu=True, gradient_accumulation_steps=2, weight=lambda: number[0])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    mine = token_rows()[dist.get_rank() :: 2]
+    for micro in range(6):
+        batch = batch_of(mine[2 * (micro % 2) :][:2])
+        with accelerator.accumulate(model):
+            number[0] = number_of(batch)
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+    return model
+
+
+class TokenModule(lightning.LightningModule):
+    """Keeps the number of tokens of its last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.number = TokenLoss(), 0
+
+    def training_step(self, batch: dict[str, Tensor], _index: int) -> Tensor:
+        self.number = number_of(batch)
+        return self.net(**batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def by_lightning(folder: Path) -> nn.Module:
+    """Lightning, with one too."""
+    module = TokenModule()
+    lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=PlannerStrategy(weight=lambda: module.number), max_epochs=3,
+        plugins=[TorchElasticEnvironment()], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=folder, accumulate_grad_batches=2,
+    ).fit(module, DataLoader(token_rows(), batch_size=2))  # type: ignore[arg-type]  # fmt: skip
+    return module.net
+
+
+def tokens(folder: Path) -> dict[str, bool]:
+    """Frameworks on ranks with unlike numbers of tokens: whether they are as one process that has all of them."""
+    items, reference, found = token_rows(), TokenLoss(), dict[str, Any]()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        reference(**whole)["loss"].backward()
+        reference(**batch_of(items))["loss"].backward()
         optimizer.step()
+
+    def apart(model: nn.Module) -> float:
+        pairs = zip(weights(model).values(), weights(reference).values(), strict=True)
+        return max(float((a - b).abs().max()) for a, b in pairs)
+
     for average, weight in ((True, None), (False, "tokens"), (False, None), (True, "tokens")):
         model = TokenLoss()
         arguments = TrainingArguments(
@@ -180,12 +244,13 @@ def tokens(folder: Path) -> dict[str, bool]:
         except InputError as error:
             found[f"{average}, {weight}"] = str(error)
             continue
-        pairs = zip(weights(model).values(), weights(reference).values(), strict=True)
-        found[f"{average}, {weight}"] = max(float((a - b).abs().max()) for a, b in pairs)
+        found[f"{average}, {weight}"] = apart(model)
         trainer.accelerator.free_memory()
     return {
         "True, None": found["True, None"] < 1e-12,
         "False, tokens": found["False, tokens"] < 1e-12,
+        "accelerate": apart(by_accelerate()) < 1e-12,
+        "lightning": apart(by_lightning(folder)) < 1e-12,
         "False, None": found["False, None"] > 1e-3,  # a mean of means
         "True, tokens": "found weight='tokens' and average_tokens_across_devices=True" in str(found["True, tokens"]),
     }

@@ -71,7 +71,7 @@ def test_shares_follow_measured_times_from_pass_to_pass() -> None:
     for one in ranks:  # what is left of a pass is drawn again, with its shares
         assert one["continued shares"] == (8, 4)
         assert one["continued"] == one["drawn"][-1][2 * one["share"] :]
-        assert one["last"] == [(1, float(one is second))]
+        assert one["last"] == [(1, 1.0) if one is second else (2, 0.0)]  # in place of a batch that it has not
         assert [problem.startswith(said) for problem, said in zip(one["problems"], REFUSED, strict=True)] == [True] * 4
 
 

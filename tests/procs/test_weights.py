@@ -32,6 +32,10 @@ def test_equal_weights_change_no_bit(several: list[dict[str, Any]]) -> None:
         assert all(rank["equal_weights"].values()), rank["equal_weights"]
 
 
+def test_equal_weights_take_no_message(several: list[dict[str, Any]]) -> None:
+    assert all(rank["messages"] == [0, 0, 1, 2] for rank in several)
+
+
 def test_a_weighted_mean_in_float32_is_within_two_ulp(several: list[dict[str, Any]]) -> None:
     assert all(rank["bits_of_float32"] <= 2 for rank in several)
 
@@ -62,6 +66,7 @@ def test_a_run_continues_from_its_state_bit_for_bit(several: list[dict[str, Any]
         ("weight of many", "session.weight: found 'many', expected the number of samples or tokens"),
         ("zero everywhere", "found weights of 0 on all"),
         ("on one rank", "found weights on some ranks alone: none on rank 1"),
+        ("elsewhere", "found ranks at unlike places: rank 0 at session.batches, rank 1 at a backward"),
         ("asked for nan", "found nan, expected the number of samples or tokens"),
         ("begun later", "found a first step without weights before it"),
         ("delay", "session.weight: the plan has a delay"),

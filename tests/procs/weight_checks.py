@@ -239,6 +239,8 @@ def refusals() -> dict[str, str]:
         found["on one rank"] = raised(step(session, 2 if rank == 0 else None))
         model.zero_grad()
         found["then on all"] = raised(step(session, 2))
+    with attached(model) as session:
+        found["elsewhere"] = raised(step(session, 2) if rank else lambda: list(session.batches([1])))
     with attached(model, weight=lambda: 2.0 if rank == 0 else float("nan")) as session:
         found["asked for nan"] = raised(step(session, None))
     with attached(model) as session:
@@ -300,6 +302,24 @@ def zero_weight() -> dict[str, bool]:
         norm(x).sum().backward()
         found["buffers"] = bool(torch.allclose(norm[1].running_mean, expected, atol=1e-6))
     return found
+
+
+def messages() -> list[int]:
+    """Messages of weights behind each step: equal ones, but for one rank's in the third step."""
+    model, sent, counts = Net(), list[object](), []
+    with attached(model) as session:
+        send = session._weights._send
+
+        def counted(*given: Any) -> None:
+            sent.append(given)
+            send(*given)
+
+        session._weights._send = counted  # type: ignore[method-assign]
+        for step in range(4):
+            session.weight(3 if step == 2 and dist.get_rank() == 1 else 2)
+            loss_of(model, *samples(0, step)).backward()
+            counts.append(len(sent))
+    return counts
 
 
 def kept_average() -> float:
@@ -425,7 +445,7 @@ def all_checks() -> dict[str, Any]:
         "like_one_process": like_one_process(), "equal_weights": equal_weights(), "bits_of_float32": bits_of_float32(),
         "narrow_mean": narrow_mean(), "refusals": refusals(), "zero_weight": zero_weight(),
         "kept_average": kept_average(),
-        "continued": continued(),
+        "continued": continued(), "messages": messages(),
         "late_rank": late_rank() if dist.get_world_size() == 2 else None,
         "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
     }  # fmt: skip

@@ -330,6 +330,24 @@ def begun_again() -> float:
     return difference(model, reference)
 
 
+def unequal_later(plan: Callable[[nn.Module], Plan]) -> float:
+    """Numbers of samples that are equal at first, of which ranks send nothing, then are not, and are again."""
+    model, optimizer, session, reference, alone = pair(plan)
+    for step in range(STEPS + 2):
+        given = [samples(one, step, equal=step not in (2, 3)) for one in range(dist.get_world_size())]
+        x, y = given[dist.get_rank()]
+        optimizer.zero_grad()
+        session.weight(len(x))
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        alone.zero_grad()
+        loss_of(reference, *joined(given)).backward()
+        alone.step()
+    session.wait_for_weights()
+    session.detach()
+    return difference(model, reference)
+
+
 def asked_and_given() -> float:
     """A function asks for the weight, but for backwards whose weight is given."""
     model, optimizer, session, reference, alone = pair(PLANS["plain"], weight=lambda: 1.0)
@@ -362,7 +380,7 @@ def all_lives() -> dict[str, float]:
     torch.set_num_threads(1)
     lives: dict[str, Callable[[], float]] = {
         f"{life.__name__}, {name}": partial(life, plan)
-        for life in (zero_in_a_micro_batch, scaled, checkpointed, buffers)
+        for life in (zero_in_a_micro_batch, scaled, checkpointed, buffers, unequal_later)
         for name, plan in PLANS.items()
     }
     alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, after_an_exception)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -112,3 +114,25 @@ def test_usage_flags_of_ranks_add_up(dtype: torch.dtype, unused: list[int]) -> N
     flags.write_given_up()
     assert flags.given_up() == 1
     assert flags.used_somewhere() == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_marks_of_ranks_add_up(dtype: torch.dtype) -> None:
+    flags = UsageFlags(7, 3, dtype)
+    held = {"weight": nn.Parameter(torch.zeros(2, dtype=dtype))}
+    [bucket] = make_plain_buckets(plan(("weight",)), held, tail_elements=flags.elements)
+    flags.lie_in(bucket.messages[0])
+    assert flags.marks
+    assert not UsageFlags(7, 16, torch.bfloat16)._marks
+    for acts in product(("write", "mark", "give up"), repeat=3):
+        sums = []
+        for act in acts:
+            flags.write([])
+            if act == "mark":
+                flags.mark()
+            elif act == "give up":
+                flags.write_given_up()
+            sums.append(bucket.messages[0].flat.clone())
+        bucket.messages[0].flat.copy_(torch.stack(sums).sum(dim=0))
+        given_up = acts.count("give up")
+        assert (flags.marked(), flags.given_up()) == ("mark" in acts and not given_up, given_up)
