@@ -6,8 +6,9 @@
 Two copies of each model train in the same processes, step by step in turn: one under DDP, one attached with a plan of
 exactly DDP's buckets (checked against what DDP says of itself). A model that waits trains with equal weights of ranks
 (`session.weight`) and without. A pair of neighbouring steps gives one ratio, so that a
-machine that changes its speed from second to second changes both sides alike; the table has the median over pairs
-with its 95 % interval. Memory is the peak of resident bytes of fresh processes, DDP's with gradient_as_bucket_view.
+machine that changes its speed from second to second changes both sides alike. Of two equal copies the one that was
+made last is up to 1 % faster: so each row is measured twice, in either order, and a ratio is the geometric mean of one
+pair of each; the table has their median with its 95 % interval. Memory is the peak of resident bytes of fresh processes, DDP's with gradient_as_bucket_view.
 """
 
 from __future__ import annotations
@@ -168,9 +169,23 @@ class Row:
     buckets: int
 
 
-def measure_pairs(name: str, reference: str, pairs: int, way: str = "plan") -> Row:
-    """On one rank: a plan beside its reference."""
-    sides = Side(name, reference), Side(name, way)
+def measure_row(name: str, reference: str, ranks: int, pairs: int, way: str = "plan") -> Row:
+    """A plan and its reference, made in either order."""
+    found = [
+        run_ranks(LocalWorld(ranks=ranks), measure_pairs, name, reference, pairs, way, order)[0]
+        for order in ((0, 1), (1, 0))
+    ]
+    return _row(name, reference, np.stack([times for times, _ in found]), found[0][1])
+
+
+def measure_pairs(
+    name: str, reference: str, pairs: int, way: str, order: tuple[int, int]
+) -> tuple[np.ndarray, int]:  # fmt: skip
+    """On one rank, (times of pairs × reference and plan × wall and thread, in seconds; number of buckets). `order` is
+    that in which the sides are made.
+    """
+    made = {side: Side(name, (reference, way)[side]) for side in order}
+    sides = made[0], made[1]
     times = np.zeros((pairs, 2, 2))
     for pair in range(-WARM_UP_PAIRS, pairs):
         images, labels = digits.batch(pair % 50, dist.get_rank() if dist.is_initialized() else 0)
@@ -182,21 +197,23 @@ def measure_pairs(name: str, reference: str, pairs: int, way: str = "plan") -> R
     for each in sides:
         if each.session is not None:
             each.session.detach()
-    return _row(name, reference, times, len(buckets))
+    return times, len(buckets)
 
 
 def _row(name: str, reference: str, times: np.ndarray, buckets: int) -> Row:
-    ratios = np.sort(times[:, 1, 0] / times[:, 0, 0])
+    """Of times of orders × pairs × sides × clocks."""
+    every = np.sqrt(np.prod(times[:, :, 1] / times[:, :, 0], axis=0))
+    ratios = np.sort(every[:, 0])
     half = 0.98 * np.sqrt(len(ratios))  # the median's 95 % interval, by order statistics
     low, high = int(len(ratios) / 2 - half), int(np.ceil(len(ratios) / 2 + half))
     return Row(
         model=name,
         against=reference,
-        median_us=float(np.median(times[:, 1, 0])) * 1e6,
-        reference_us=float(np.median(times[:, 0, 0])) * 1e6,
+        median_us=float(np.median(times[:, :, 1, 0])) * 1e6,
+        reference_us=float(np.median(times[:, :, 0, 0])) * 1e6,
         ratio=float(np.median(ratios)),
         ci95=(float(ratios[max(0, low)]), float(ratios[min(len(ratios) - 1, high)])),
-        own_time_ratio=float(np.median(times[:, 1, 1] / times[:, 0, 1])),
+        own_time_ratio=float(np.median(every[:, 1])),
         limit=LIMITS[reference],
         buckets=buckets,
     )
@@ -265,15 +282,15 @@ def table(rows: list[Row], memory: Memory) -> str:
 def main() -> int:
     """Measures and prints; 1 where a limit is passed."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=300, help="pairs of steps for each line")
+    parser.add_argument("--pairs", type=int, default=300, help="pairs of steps for each order of a line")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args()
     rows = []
     for name in options.models:
         for reference, ranks in (("ddp", RANKS), ("bare", 1)):
-            rows.append(run_ranks(LocalWorld(ranks=ranks), measure_pairs, name, reference, options.pairs)[0])
-    rows.append(run_ranks(LocalWorld(ranks=RANKS), measure_pairs, WAITING, "plan", options.pairs, WEIGHTED)[0])
+            rows.append(measure_row(name, reference, ranks, options.pairs))
+    rows.append(measure_row(WAITING, "plan", RANKS, options.pairs, WEIGHTED))
     memory = measure_memory()
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows], "memory": asdict(memory)}, indent=1))

@@ -162,6 +162,10 @@ class Exchange:
         """Whether the present backward has a weight of 0, as if it had used no parameter."""
         self._as_is = False
         """Whether gradients of the present backward are added without a factor; known from the first one on."""
+        self._unweighed: bool | None = None
+        """Whether no gradient is weighed, for weights are n₀: 3 µs less each. None: not so far; False: never again."""
+        self._looked = False
+        """Whether this backward has reached an output of the model."""
         self._next = 0
         self.open = False
         self._given_up = False
@@ -194,20 +198,24 @@ class Exchange:
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
         for slot in self.slots:
-            self._hooks[slot.name] = self._hook(slot, here)
+            self._hooks[slot.name] = GradientHook(slot.parameter, partial(_gradient_ready, here, slot))
+        self._call_before(weights is not None and weights.wanted)
 
-    def _hook(self, slot: Slot, here: weakref.ref[Exchange]) -> GradientHook:
-        weights = self.launcher.rank_weights
-        weighs = weights is not None and weights.wanted
-        before = partial(_weigh, here, slot) if weighs else self.launcher.before_added(slot, here)
-        return GradientHook(slot.parameter, partial(_gradient_ready, here, slot), before)
-
-    def weigh_gradients(self) -> None:
-        """Hook the parameters anew, for this rank has begun to give weights."""
+    def _call_before(self, weighs: bool) -> None:
         here = weakref.ref(self)
         for slot in self.slots:
-            self._hooks[slot.name].remove()
-            self._hooks[slot.name] = self._hook(slot, here)
+            before = partial(_weigh, here, slot) if weighs else self.launcher.before_added(slot, here)
+            self._hooks[slot.name].call_before(before)
+
+    def weigh_gradients(self) -> None:
+        """Weigh each gradient from now on, for this rank has begun to give weights, or gives other ones than n₀."""
+        self._unweighed = False if self._unweighed else None
+        self._call_before(True)
+
+    def weigh_again(self) -> None:
+        """Weigh each gradient again, if none is now."""
+        if self._unweighed:
+            self.weigh_gradients()
 
     # One step, in the order in which it happens.
 
@@ -215,6 +223,9 @@ class Exchange:
         """Look for parameters' new nodes when a backward reaches the model's outputs, but no parameter yet."""
         if not self._hooks:
             return  # through a graph from before `close`
+        self._looked = True
+        if self._unweighed and any(slot.parameter.grad is not None for slot in self.slots):
+            self.weigh_gradients()  # `weighed` sets aside what is there
         first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
         if first is not None and self._hooks[first.name].renew():  # the model was converted, and maybe back again
             for slot in self.slots:
@@ -262,18 +273,28 @@ class Exchange:
         if (so_far := weights.accumulated) is not None and self._begun_again(so_far > 0.0):
             weights.abort()
             self._aside = {at: one for at, one in self._aside.items() if one.slot not in self._updated}
-        try:
-            factor = weights.take()
-        except InputError:
-            if self.launcher.weighted:  # else ranks have refused each other's weights alike
-                self.give_up()
-            raise
+        factor = self._take_weight(weights)
         self._idle, self._as_is = factor == 0.0, factor == 1.0
         if not slot.touched and slot.index not in self._aside and (self._idle or slot.parameter.grad is not None):
             self._aside[slot.index] = self.launcher.set_aside(slot)
         if factor == 1.0:
             return None
         return (torch.zeros_like(gradient) if self._idle else gradient * factor,)  # zeros: no NaN may come through
+
+    def _take_weight(self, weights: Weights) -> float:
+        try:
+            return weights.take()
+        except InputError:
+            if self.launcher.weighted:  # else ranks have refused each other's weights alike
+                self.give_up()
+            raise
+
+    def first_unweighed(self) -> None:
+        """Take the weight, n₀, of a backward whose first gradient is here, and has not been weighed."""
+        assert self.launcher.rank_weights is not None
+        self._take_weight(self.launcher.rank_weights)
+        if not self._looked:  # a part of the model was called: other gradients may be kept
+            self.weigh_gradients()
 
     def _arrived(self) -> Iterator[Tensor]:
         """Yield the `.grad`s that an optimizer reads, and that micro-batches of this step have added to."""
@@ -307,13 +328,17 @@ class Exchange:
         self.launcher.settle([*self._saved, *self._aside.values()], separate=self._grads_detached)
         self._saved.clear()
         self._aside.clear()
+        weights = self.launcher.rank_weights
+        if self._unweighed is None and self._as_is and weights is not None and weights.are_given:
+            self._unweighed = True
+            self._call_before(False)
         self._end_weight()
         self.clear_used()
         self.open = False
         self._recorder.end_step()
 
     def _end_weight(self) -> None:
-        self._idle = self._as_is = False
+        self._idle = self._as_is = self._looked = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.end_backward()
 
@@ -372,7 +397,7 @@ class Exchange:
         self._given_up = self.open = False
         self._saved.clear()
         self._aside.clear()
-        self._idle = self._as_is = False
+        self._idle = self._as_is = self._looked = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.abort()
         self.launcher.abort_backward()
@@ -467,6 +492,8 @@ def _gradient_ready(
     slot.touched = slot.touched or not here._idle
     if not here.open:
         here._first = slot
+        if here._unweighed:
+            here.first_unweighed()
         if not here._on_first_grad():
             return
     if not slot.waiting:

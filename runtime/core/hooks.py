@@ -40,9 +40,18 @@ class GradientHook:
     def _register(self, node: Any) -> None:
         self._node = node
         self._handles = [node.register_hook(self._after)]
-        if self._before is not None:
-            self._handles.append(node.register_prehook(self._before))
-        HookWatch.own += len(self._handles)
+        HookWatch.own += 1
+        self.call_before(self._before)
+
+    def call_before(self, before: Callable[[Any], Any] | None) -> None:
+        """Call another `before` from now on; None: none."""
+        self._before = before
+        for handle in self._handles[1:]:
+            handle.remove()
+        del self._handles[1:]
+        if before is not None:
+            self._handles.append(self._node.register_prehook(before))
+            HookWatch.own += 1
 
     def renew(self) -> bool:
         """Move to the parameter's node of now; returns whether that is another one."""

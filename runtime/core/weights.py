@@ -72,6 +72,16 @@ class Weights:
         return self.unit is not None
 
     @property
+    def are_given(self) -> bool:
+        """True if each backward's weight is given before it, by `give`."""
+        return self._ask is None and self.default is None
+
+    @property
+    def changes_none(self) -> bool:
+        """True if the weight that is given is n₀, for the first micro-batch of a step."""
+        return self._given is not None and self._given == self.unit and self.accumulated is None
+
+    @property
     def accumulated(self) -> float | None:
         """Σ n / n₀ of the micro-batches so far, between two of a step; else None."""
         return self._sum if self.factor is None and self._micro_batches else None

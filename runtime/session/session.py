@@ -369,7 +369,10 @@ class Session:
                 loss_of(model, tokens, labels).backward()
         """
         self._want_weights("session.weight")
-        return self._weights.give(n)
+        counts = self._weights.give(n)
+        if not self._weights.changes_none:
+            self._exchange.weigh_again()
+        return counts
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Return an iterator over a rank's batches that ends on all ranks at once, when the last one has none left.
@@ -392,6 +395,7 @@ class Session:
                 optimizer.step()
         """
         self._want_weights("session.batches")
+        self._exchange.weigh_again()
         return even_batches(self._weights, loader, self._recorder)
 
     def sampler(

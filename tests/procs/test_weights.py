@@ -32,8 +32,10 @@ def test_equal_weights_change_no_bit(several: list[dict[str, Any]]) -> None:
         assert all(rank["equal_weights"].values()), rank["equal_weights"]
 
 
-def test_equal_weights_take_no_message(several: list[dict[str, Any]]) -> None:
-    assert all(rank["messages"] == [0, 0, 1, 2] for rank in several)
+def test_equal_weights_take_no_message_and_weigh_no_gradient(several: list[dict[str, Any]]) -> None:
+    for place, rank in enumerate(several):
+        weighed = (1, 1, 7, 8) if place == 1 else (1, 1, 1, 1)
+        assert rank["taken"] == list(zip((0, 0, 1, 2), weighed, strict=True))
 
 
 def test_a_weighted_mean_in_float32_is_within_two_ulp(several: list[dict[str, Any]]) -> None:

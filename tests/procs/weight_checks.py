@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -304,22 +305,27 @@ def zero_weight() -> dict[str, bool]:
     return found
 
 
-def messages() -> list[int]:
-    """Messages of weights behind each step: equal ones, but for one rank's in the third step."""
-    model, sent, counts = Net(), list[object](), []
+def taken_by_weights() -> list[tuple[int, int]]:
+    """Messages of weights, and gradients that are weighed, in all steps so far: equal weights, but for one rank's in
+    the third step.
+    """
+    model, found = Net(), Counter[str]()
+    counts = []
     with attached(model) as session:
-        send = session._weights._send
-
-        def counted(*given: Any) -> None:
-            sent.append(given)
-            send(*given)
-
-        session._weights._send = counted  # type: ignore[method-assign]
+        for owner, name in ((session._weights, "_send"), (session._exchange, "weighed")):
+            setattr(owner, name, partial(counted, getattr(owner, name), found))
         for step in range(4):
+            model.zero_grad()
             session.weight(3 if step == 2 and dist.get_rank() == 1 else 2)
-            loss_of(model, *samples(0, step)).backward()
-            counts.append(len(sent))
+            loss_of(model, *samples(0, step), rare=True).backward()
+            counts.append((found["_send"], found["weighed"]))
     return counts
+
+
+def counted(call: Callable[..., Any], found: Counter[str], *given: Any) -> Any:
+    """Call a method, and count it."""
+    found[call.__name__] += 1
+    return call(*given)
 
 
 def kept_average() -> float:
@@ -445,7 +451,7 @@ def all_checks() -> dict[str, Any]:
         "like_one_process": like_one_process(), "equal_weights": equal_weights(), "bits_of_float32": bits_of_float32(),
         "narrow_mean": narrow_mean(), "refusals": refusals(), "zero_weight": zero_weight(),
         "kept_average": kept_average(),
-        "continued": continued(), "messages": messages(),
+        "continued": continued(), "taken": taken_by_weights(),
         "late_rank": late_rank() if dist.get_world_size() == 2 else None,
         "batches": uneven_batches(True), "unweighted batches": uneven_batches(False),
     }  # fmt: skip

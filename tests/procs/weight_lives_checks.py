@@ -330,18 +330,30 @@ def begun_again() -> float:
     return difference(model, reference)
 
 
-def unequal_later(plan: Callable[[nn.Module], Plan]) -> float:
-    """Numbers of samples that are equal at first, of which ranks send nothing, then are not, and are again."""
+def unequal_later(plan: Callable[[nn.Module], Plan], how: str = "") -> float:
+    """Numbers of samples that are equal at first, of which ranks send nothing, then are not on all ranks but one, and
+    are again; `how`: from then on gradients are kept, accumulated, or those of a part of the model that is called.
+    """
     model, optimizer, session, reference, alone = pair(plan)
     for step in range(STEPS + 2):
-        given = [samples(one, step, equal=step not in (2, 3)) for one in range(dist.get_world_size())]
-        x, y = given[dist.get_rank()]
-        optimizer.zero_grad()
-        session.weight(len(x))
-        loss_of(model, x, y).backward()
+        later, ranks = step >= 2, range(dist.get_world_size())
+        micros = [
+            [samples(one, 2 * step + micro, equal=one == 0 or step not in (2, 3)) for one in ranks]
+            for micro in range(2 if later and how == "accumulated" else 1)
+        ]
+        if not (later and how == "kept"):
+            optimizer.zero_grad()
+            alone.zero_grad()
+        number = sum(len(x) for given in micros for x, _ in given)
+        for micro, given in enumerate(micros, 1):
+            x, y = given[dist.get_rank()]
+            session.weight(len(x))
+            with nullcontext() if micro == len(micros) else session.no_sync():
+                called = nn.Sequential(model.first, nn.Tanh(), model.last) if later and how == "part" else model
+                (loss_of(called, x, y) / len(micros)).backward()
+            whole = joined(given)
+            (loss_of(reference, *whole) * len(whole[0]) / number).backward()
         optimizer.step()
-        alone.zero_grad()
-        loss_of(reference, *joined(given)).backward()
         alone.step()
     session.wait_for_weights()
     session.detach()
@@ -382,6 +394,11 @@ def all_lives() -> dict[str, float]:
         f"{life.__name__}, {name}": partial(life, plan)
         for life in (zero_in_a_micro_batch, scaled, checkpointed, buffers, unequal_later)
         for name, plan in PLANS.items()
+    }
+    lives |= {
+        f"unequal later, {how}, {name}": partial(unequal_later, PLANS[name], how)
+        for how in ("kept", "accumulated", "part")
+        for name in ("plain", "sharded")
     }
     alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, after_an_exception)
     lives |= {life.__name__: life for life in (*alone, asked_and_given, begun_again, compiled)}
