@@ -5,10 +5,11 @@
 
 Two copies of each model train in the same processes, step by step in turn: one under DDP, one attached with a plan of
 exactly DDP's buckets (checked against what DDP says of itself). A model that waits trains with equal weights of ranks
-(`session.weight`) and without. A pair of neighbouring steps gives one ratio, so that a
-machine that changes its speed from second to second changes both sides alike. Of two equal copies the one that was
-made last is up to 1 % faster: so each row is measured twice, in either order, and a ratio is the geometric mean of one
-pair of each; the table has their median with its 95 % interval. Memory is the peak of resident bytes of fresh processes, DDP's with gradient_as_bucket_view.
+(`session.weight`) and without. A pair of neighbouring steps gives one ratio, so that a machine that changes its speed
+from second to second changes both sides alike. Of two equal copies the one that was made last is up to 1 % faster: so
+each row is measured with the copies made in either order. A ratio is the geometric mean of one pair of each; the table
+has their median with its 95 % interval. Memory is the peak of resident bytes of fresh processes, DDP's with
+gradient_as_bucket_view.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ class ErrorFeedback:
 
     def load_state(self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Continue from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
+
+
+_GRAD = attrgetter("grad")
 
 
 class Launcher:
@@ -199,6 +203,7 @@ class Exchange:
         here = weakref.ref(self)
         for slot in self.slots:
             self._hooks[slot.name] = GradientHook(slot.parameter, partial(_gradient_ready, here, slot))
+        self._weighed = [slot.parameter for slot in self.slots]
         self._call_before(weights is not None and weights.wanted)
 
     def _call_before(self, weighs: bool) -> None:
@@ -224,7 +229,7 @@ class Exchange:
         if not self._hooks:
             return  # through a graph from before `close`
         self._looked = True
-        if self._unweighed and any(slot.parameter.grad is not None for slot in self.slots):
+        if self._unweighed and {*map(type, map(_GRAD, self._weighed))} != {type(None)}:
             self.weigh_gradients()  # `weighed` sets aside what is there
         first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
         if first is not None and self._hooks[first.name].renew():  # the model was converted, and maybe back again
