@@ -203,7 +203,7 @@ class Exchange:
         here = weakref.ref(self)
         for slot in self.slots:
             self._hooks[slot.name] = GradientHook(slot.parameter, partial(_gradient_ready, here, slot))
-        self._weighed = [slot.parameter for slot in self.slots]
+        self._tensors = [slot.parameter for slot in self.slots]
         self._call_before(weights is not None and weights.wanted)
 
     def _call_before(self, weighs: bool) -> None:
@@ -229,7 +229,7 @@ class Exchange:
         if not self._hooks:
             return  # through a graph from before `close`
         self._looked = True
-        if self._unweighed and {*map(type, map(_GRAD, self._weighed))} != {type(None)}:
+        if self._unweighed and {*map(type, map(_GRAD, self._tensors))} != {type(None)}:
             self.weigh_gradients()  # `weighed` sets aside what is there
         first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
         if first is not None and self._hooks[first.name].renew():  # the model was converted, and maybe back again

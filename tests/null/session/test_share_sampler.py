@@ -75,7 +75,7 @@ def test_what_cannot_be_shared_is_refused(samples: int, shares: list[int], rank:
 
 def test_shares_change_by_times_of_steps_with_them_alone() -> None:
     plan = cast(Any, SimpleNamespace(shares={"0": 6, "1": 6}, largest_shares={"0": 8, "1": 9}))
-    weights = cast(Any, SimpleNamespace(gather=lambda mine: [mine]))
+    weights = cast(Any, SimpleNamespace(gather=lambda _place, mine: [mine]))
     found, asked = Shares(plan, weights, 0), Arrivals(World(rank=0, ranks=2, group=None), WallClock())
     found.begin(12, 2)
     asked._left, asked.compute_us = 1, (1.0, 2.0)
