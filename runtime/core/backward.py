@@ -77,10 +77,9 @@ class BackwardTracker:
         self.calls.running += 1
         if self._exchange().slots and torch.is_grad_enabled():  # alone, nothing is missed
             self._watch.check()
-        if current_backward_id() == OUTSIDE:
-            self.forget_abandoned()
-            if torch.is_grad_enabled():
-                self._exchange().carried.read_scale()
+        self.forget_abandoned()
+        if torch.is_grad_enabled() and current_backward_id() == OUTSIDE:
+            self._exchange().carried.read_scale()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         """See the outermost backward begin, also where a reentrant checkpoint runs backwards inside it. A forward that
@@ -151,7 +150,7 @@ class BackwardTracker:
 
     def forget_abandoned(self) -> None:
         """Forget, outside of backward, one that an exception ended; its messages are waited for."""
-        if self._exchange().open or self._awaiting_end:
+        if (self._exchange().open or self._awaiting_end) and current_backward_id() == OUTSIDE:
             self._forget_backward()
             self._exchange().clear_used()
 

@@ -168,8 +168,6 @@ class Exchange:
         """Whether gradients of the present backward are added without a factor; known from the first one on."""
         self._unweighed: bool | None = None
         """Whether no gradient is weighed, for weights are n₀: 3 µs less each. None: not so far; False: never again."""
-        self._looked = False
-        """Whether this backward has reached an output of the model."""
         self._next = 0
         self.open = False
         self._given_up = False
@@ -203,7 +201,7 @@ class Exchange:
         here = weakref.ref(self)
         for slot in self.slots:
             self._hooks[slot.name] = GradientHook(slot.parameter, partial(_gradient_ready, here, slot))
-        self._tensors = [slot.parameter for slot in self.slots]
+        self._tensors, self._unweighed = [slot.parameter for slot in self.slots], None
         self._call_before(weights is not None and weights.wanted)
 
     def _call_before(self, weighs: bool) -> None:
@@ -217,9 +215,9 @@ class Exchange:
         self._unweighed = False if self._unweighed else None
         self._call_before(True)
 
-    def weigh_again(self) -> None:
-        """Weigh each gradient again, if none is now."""
-        if self._unweighed:
+    def weigh_again(self, *, n0: bool) -> None:
+        """Weigh each gradient again, if none is now, where the next weight is not `n0`, or `.grad`s are kept."""
+        if self._unweighed and self._hooks and (not n0 or {*map(type, map(_GRAD, self._tensors))} != {type(None)}):
             self.weigh_gradients()
 
     # One step, in the order in which it happens.
@@ -228,9 +226,7 @@ class Exchange:
         """Look for parameters' new nodes when a backward reaches the model's outputs, but no parameter yet."""
         if not self._hooks:
             return  # through a graph from before `close`
-        self._looked = True
-        if self._unweighed and {*map(type, map(_GRAD, self._tensors))} != {type(None)}:
-            self.weigh_gradients()  # `weighed` sets aside what is there
+        self.weigh_again(n0=True)  # a script may have put something into `.grad`s since then
         first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
         if first is not None and self._hooks[first.name].renew():  # the model was converted, and maybe back again
             for slot in self.slots:
@@ -278,7 +274,7 @@ class Exchange:
         if (so_far := weights.accumulated) is not None and self._begun_again(so_far > 0.0):
             weights.abort()
             self._aside = {at: one for at, one in self._aside.items() if one.slot not in self._updated}
-        factor = self._take_weight(weights)
+        factor = self.take_weight()
         self._idle, self._as_is = factor == 0.0, factor == 1.0
         if not slot.touched and slot.index not in self._aside and (self._idle or slot.parameter.grad is not None):
             self._aside[slot.index] = self.launcher.set_aside(slot)
@@ -286,20 +282,15 @@ class Exchange:
             return None
         return (torch.zeros_like(gradient) if self._idle else gradient * factor,)  # zeros: no NaN may come through
 
-    def _take_weight(self, weights: Weights) -> float:
+    def take_weight(self) -> float:
+        """Return this backward's weight over n₀, taken once, when its first gradient is here. Raises InputError."""
+        assert self.launcher.rank_weights is not None
         try:
-            return weights.take()
+            return self.launcher.rank_weights.take()
         except InputError:
             if self.launcher.weighted:  # else ranks have refused each other's weights alike
                 self.give_up()
             raise
-
-    def first_unweighed(self) -> None:
-        """Take the weight, n₀, of a backward whose first gradient is here, and has not been weighed."""
-        assert self.launcher.rank_weights is not None
-        self._take_weight(self.launcher.rank_weights)
-        if not self._looked:  # a part of the model was called: other gradients may be kept
-            self.weigh_gradients()
 
     def _arrived(self) -> Iterator[Tensor]:
         """Yield the `.grad`s that an optimizer reads, and that micro-batches of this step have added to."""
@@ -334,7 +325,7 @@ class Exchange:
         self._saved.clear()
         self._aside.clear()
         weights = self.launcher.rank_weights
-        if self._unweighed is None and self._as_is and weights is not None and weights.are_given:
+        if self._unweighed is None and self._as_is and weights is not None and weights.each_given:
             self._unweighed = True
             self._call_before(False)
         self._end_weight()
@@ -343,7 +334,7 @@ class Exchange:
         self._recorder.end_step()
 
     def _end_weight(self) -> None:
-        self._idle = self._as_is = self._looked = False
+        self._idle = self._as_is = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.end_backward()
 
@@ -398,18 +389,15 @@ class Exchange:
         """
         if self.open:
             self.give_up()
-        sent, given_up = self.open and not self._given_up, self._given_up
+        given_up = self._given_up
         self._given_up = self.open = False
         self._saved.clear()
         self._aside.clear()
-        self._idle = self._as_is = self._looked = False
+        self._idle = self._as_is = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.abort()
         self.launcher.abort_backward()
         self.launcher.communicator.wait()
-        if sent and self.launcher.marks is not None:
-            with suppress(InputError):  # others may wait for this rank's weight
-                self.launcher.correction()
         usage = self.launcher.usage
         if given_up and usage is not None and not usage.on_host and usage.used_somewhere():
             raise CommunicationError(
@@ -435,6 +423,10 @@ class Exchange:
         finally:
             for slot in self.slots:
                 slot.leave()
+        if not self._given_up and self.launcher.weighted and self.launcher.marks is not None:
+            self.launcher.communicator.wait()
+            with suppress(InputError):  # others, whose step is complete, may wait for this rank's weight
+                self.launcher.correction()
 
     def onlookers(self, slot: Slot) -> bool:
         """Tell whether hooks of the user's run after a gradient has been added to `.grad`."""
@@ -498,7 +490,7 @@ def _gradient_ready(
     if not here.open:
         here._first = slot
         if here._unweighed:
-            here.first_unweighed()
+            here.take_weight()
         if not here._on_first_grad():
             return
     if not slot.waiting:

@@ -36,15 +36,21 @@ class UsageFlags:
 
     def lie_in(self, message: Message) -> None:
         """Place them in the last `elements` of a message."""
-        self._message, self._tail = message, message.flat[-self.elements :]
-        last = self._tail[-1]
-        self._last = last.real if last.is_complex() else last
+        self._message = message
         self._everything = self._pack([]).to(message.flat.device)
 
     @property
     def on_host(self) -> bool:
         """True if flags are on the host, which may read them without waiting for a device."""
         return self._message.flat.device.type == "cpu"
+
+    @property
+    def _tail(self) -> Tensor:
+        return self._message.flat[-self.elements :]  # a message may have got other memory
+
+    @property
+    def _last(self) -> int:
+        return int(self._message.flat[-1].item().real)
 
     def write(self, unused: Sequence[int]) -> None:
         """Count this rank in, before the message leaves, for every parameter but the unused."""
@@ -66,12 +72,12 @@ class UsageFlags:
 
     def marked(self) -> bool:
         """Return, after the message has come, whether a rank has marked its own, and none gave the step up."""
-        marks, given_up = divmod(int(self._last), self.ranks + 1)
+        marks, given_up = divmod(self._last, self.ranks + 1)
         return marks > 0 and not given_up
 
     def given_up(self) -> int:
         """Return, after the message has come, how many ranks gave the step up. Waits for the device."""
-        return int(self._last) % (self.ranks + 1)
+        return self._last % (self.ranks + 1)
 
     def used_somewhere(self) -> set[int]:
         """Return, after the message has come, the parameters that any rank used. Waits for the device."""

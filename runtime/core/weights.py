@@ -41,6 +41,8 @@ class Weights:
         parameters that an optimizer updates; empty: not known.
         """
         self._world, self._ask, self.updated = world, ask, updated
+        self.each_given = ask is None
+        """Whether `give` is called before each backward; False, for good, once `session.batches` gives some."""
         self.wanted = ask is not None
         """Whether this rank has given a weight, or will."""
         self.unit: float | None = None
@@ -70,11 +72,6 @@ class Weights:
     def active(self) -> bool:
         """True if ranks have agreed to weigh their gradients; equal on all ranks."""
         return self.unit is not None
-
-    @property
-    def are_given(self) -> bool:
-        """True if each backward's weight is given before it, by `give`."""
-        return self._ask is None and self.default is None
 
     @property
     def changes_none(self) -> bool:

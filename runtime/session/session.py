@@ -369,9 +369,9 @@ class Session:
                 loss_of(model, tokens, labels).backward()
         """
         self._want_weights("session.weight")
+        self._backward.forget_abandoned()
         counts = self._weights.give(n)
-        if not self._weights.changes_none:
-            self._exchange.weigh_again()
+        self._exchange.weigh_again(n0=self._weights.changes_none)
         return counts
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -395,7 +395,8 @@ class Session:
                 optimizer.step()
         """
         self._want_weights("session.batches")
-        self._exchange.weigh_again()
+        self._weights.each_given = False
+        self._exchange.weigh_again(n0=False)
         return even_batches(self._weights, loader, self._recorder)
 
     def sampler(

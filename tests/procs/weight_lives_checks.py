@@ -254,8 +254,10 @@ def batches_of_micro_batches() -> float:
     return difference(model, reference)
 
 
-def after_an_exception() -> float:
-    """A backward that fails on one rank, whose step all ranks leave out."""
+def after_an_exception(where: str) -> float:
+    """A backward that fails on one rank, in the first step of unlike weights, which all ranks leave out by a vote: at a
+    gradient of a layer, or at the `input`, behind all that are sent; or on all ranks in a `part` of the model.
+    """
     model, optimizer, session, reference, alone = pair(PLANS["plain"])
     ranks = range(dist.get_world_size())
 
@@ -263,24 +265,51 @@ def after_an_exception() -> float:
         raise ValueError("of the script")
 
     for step in range(STEPS):
-        x, y = samples(dist.get_rank(), step)
+        x, y = samples(dist.get_rank(), step, equal=step == 0)
+        fails = step == 1 and (dist.get_rank() == 0 or where == "part")
         optimizer.zero_grad()
         session.weight(len(x))
-        loss = loss_of(model, x, y)
-        hook = model.first.weight.register_hook(fail) if step == 1 and dist.get_rank() == 0 else None
-        try:
+        called = nn.Sequential(model.first, nn.Tanh(), model.last) if where == "part" else model
+        given = x.clone().requires_grad_() * 1.0
+        loss = loss_of(called, given, y)
+        hook = (given if where == "input" else model.first.weight).register_hook(fail) if fails else None
+        went = torch.ones(())
+        with suppress(ValueError, CommunicationError):
+            went.zero_()
             loss.backward()
-        except (ValueError, CommunicationError):
+            went.fill_(1)
+        if hook is not None:
+            hook.remove()
+        dist.all_reduce(went, op=dist.ReduceOp.MIN)
+        if not went:
             continue
-        finally:
-            if hook is not None:
-                hook.remove()
         optimizer.step()
         alone.zero_grad()
-        loss_of(reference, *joined([samples(one, step) for one in ranks])).backward()
+        loss_of(reference, *joined([samples(one, step, equal=step == 0) for one in ranks])).backward()
         alone.step()
     session.detach()
     return difference(model, reference)
+
+
+def batches_begun_later() -> float:
+    """Batches that are asked for before equal weights, and go on without any."""
+    model, optimizer, session, reference, alone = pair(PLANS["plain"])
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    later = session.batches([samples(rank, 2 + step) for step in range(ranks - rank)])
+    for step in range(2 + ranks):
+        x, y = samples(rank, step, equal=True) if step < 2 else next(later)
+        optimizer.zero_grad()
+        if step < 2:
+            session.weight(len(x))
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        alone.zero_grad()
+        given = [samples(one, step, equal=step < 2) for one in range(ranks) if step - 2 < ranks - one]
+        torch.stack([loss_of(reference, *one) for one in given]).mean().backward()
+        alone.step()
+    left = len(list(later))
+    session.detach()
+    return difference(model, reference) + left
 
 
 def buffers(plan: Callable[[nn.Module], Plan]) -> float:
@@ -332,7 +361,7 @@ def begun_again() -> float:
 
 def unequal_later(plan: Callable[[nn.Module], Plan], how: str = "") -> float:
     """Numbers of samples that are equal at first, of which ranks send nothing, then are not on all ranks but one, and
-    are again; `how`: from then on gradients are kept, accumulated, or those of a part of the model that is called.
+    are again; `how`: from then on gradients are kept, accumulated, or kept for a part of the model that is called.
     """
     model, optimizer, session, reference, alone = pair(plan)
     for step in range(STEPS + 2):
@@ -341,7 +370,7 @@ def unequal_later(plan: Callable[[nn.Module], Plan], how: str = "") -> float:
             [samples(one, 2 * step + micro, equal=one == 0 or step not in (2, 3)) for one in ranks]
             for micro in range(2 if later and how == "accumulated" else 1)
         ]
-        if not (later and how == "kept"):
+        if not (later and how in ("kept", "part")):
             optimizer.zero_grad()
             alone.zero_grad()
         number = sum(len(x) for given in micros for x, _ in given)
@@ -357,6 +386,7 @@ def unequal_later(plan: Callable[[nn.Module], Plan], how: str = "") -> float:
         alone.step()
     session.wait_for_weights()
     session.detach()
+    session.weight(1 + dist.get_rank())  # of no step: ignored
     return difference(model, reference)
 
 
@@ -400,6 +430,9 @@ def all_lives() -> dict[str, float]:
         for how in ("kept", "accumulated", "part")
         for name in ("plain", "sharded")
     }
-    alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, after_an_exception)
+    lives |= {
+        f"after an exception, {where}": partial(after_an_exception, where) for where in ("layer", "input", "part")
+    }
+    alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, batches_begun_later)
     lives |= {life.__name__: life for life in (*alone, asked_and_given, begun_again, compiled)}
     return {name: life() for name, life in lives.items()}

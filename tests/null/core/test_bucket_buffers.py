@@ -122,6 +122,7 @@ def test_marks_of_ranks_add_up(dtype: torch.dtype) -> None:
     held = {"weight": nn.Parameter(torch.zeros(2, dtype=dtype))}
     [bucket] = make_plain_buckets(plan(("weight",)), held, tail_elements=flags.elements)
     flags.lie_in(bucket.messages[0])
+    bucket.move(bucket.messages[0])  # which a script looks at
     assert flags.marks
     assert not UsageFlags(7, 16, torch.bfloat16)._marks
     for acts in product(("write", "mark", "give up"), repeat=3):
