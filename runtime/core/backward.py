@@ -143,15 +143,17 @@ class BackwardTracker:
             with contextlib.suppress(Exception):  # the next forward comes here again, and raises it
                 self._exchange().give_up()
 
-    def _forget_backward(self) -> None:
+    def _forget_backward(self) -> bool:
+        """Forget one that an exception ended; return whether micro-batches before it still count."""
         self._awaiting_end = self._declined = False
         self._reached = self._returned_leaf = None
-        self._exchange().abort_backward()
+        return self._exchange().abort_backward()
 
     def forget_abandoned(self) -> None:
         """Forget, outside of backward, one that an exception ended; its messages are waited for."""
-        if (self._exchange().open or self._awaiting_end) and current_backward_id() == OUTSIDE:
-            self._forget_backward()
+        weights = self._exchange().launcher.rank_weights
+        begun = self._exchange().open or self._awaiting_end or (weights is not None and weights.factor is not None)
+        if begun and current_backward_id() == OUTSIDE and not self._forget_backward():
             self._exchange().clear_used()
 
     def _on_duplicate_grad(self, slot: Slot) -> None:

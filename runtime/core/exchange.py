@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,9 +68,6 @@ class ErrorFeedback:
         """Continue from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
 
 
-_GRAD = attrgetter("grad")
-
-
 class Launcher:
     """Sends buckets and makes `.grad`s final; one class for each mode."""
 
@@ -90,14 +86,14 @@ class Launcher:
         return self.rank_weights is not None and self.rank_weights.active
 
     @property
-    def marks(self) -> UsageFlags | None:
+    def weight_flags(self) -> UsageFlags | None:
         """Return the flags that ranks mark where their weights are not alike; None: weights are sent in each step."""
         usage = self.usage
-        return usage if isinstance(usage, UsageFlags) and usage.marks else None
+        return usage if isinstance(usage, UsageFlags) and usage.can_mark else None
 
     def correction(self) -> float:
         """Return the factor of averages that are here, which makes them those of weighed ranks."""
-        return 1.0 if self.rank_weights is None else self.rank_weights.correction(self.marks)
+        return 1.0 if self.rank_weights is None else self.rank_weights.correction(self.weight_flags)
 
     def wait(self) -> None:
         """Block until all buckets are complete. Raises CommunicationError, on a host, if a rank gave the step up."""
@@ -167,7 +163,7 @@ class Exchange:
         self._as_is = False
         """Whether gradients of the present backward are added without a factor; known from the first one on."""
         self._unweighed: bool | None = None
-        """Whether no gradient is weighed, for weights are n₀: 3 µs less each. None: not so far; False: never again."""
+        """Whether no gradient is weighed, for weights are n₀: 3 µs less each. None: not so far; False: not again."""
         self._next = 0
         self.open = False
         self._given_up = False
@@ -201,7 +197,7 @@ class Exchange:
         here = weakref.ref(self)
         for slot in self.slots:
             self._hooks[slot.name] = GradientHook(slot.parameter, partial(_gradient_ready, here, slot))
-        self._tensors, self._unweighed = [slot.parameter for slot in self.slots], None
+        self._unweighed = None
         self._call_before(weights is not None and weights.wanted)
 
     def _call_before(self, weighs: bool) -> None:
@@ -211,13 +207,14 @@ class Exchange:
             self._hooks[slot.name].call_before(before)
 
     def weigh_gradients(self) -> None:
-        """Weigh each gradient from now on, for this rank has begun to give weights, or gives other ones than n₀."""
+        """Weigh each gradient from now on."""
         self._unweighed = False if self._unweighed else None
         self._call_before(True)
 
     def weigh_again(self, *, n0: bool) -> None:
         """Weigh each gradient again, if none is now, where the next weight is not `n0`, or `.grad`s are kept."""
-        if self._unweighed and self._hooks and (not n0 or {*map(type, map(_GRAD, self._tensors))} != {type(None)}):
+        kept = self._unweighed and [slot for slot in self.slots if slot.parameter.grad is not None]
+        if self._unweighed and self._hooks and (kept or not n0):
             self.weigh_gradients()
 
     # One step, in the order in which it happens.
@@ -239,7 +236,7 @@ class Exchange:
     def begin(self) -> None:
         """Begin a step, whose first gradient is here."""
         if self.launcher.rank_weights is not None:
-            self.launcher.rank_weights.begin_step(self.launcher.marks is not None)
+            self.launcher.rank_weights.begin_step(self.launcher.weight_flags is not None)
         self._views.restore()
         self.carried.begin()
         kept = partial(self._views.others_kept, self._first)
@@ -261,9 +258,9 @@ class Exchange:
                 usage.write_given_up()
             else:
                 usage.write([slot.index for slot in self.slots if not slot.touched])
-                marks, weights = self.launcher.marks, self.launcher.rank_weights
-                if marks is not None and weights is not None and weights.marked:
-                    marks.mark()
+                flags, weights = self.launcher.weight_flags, self.launcher.rank_weights
+                if flags is not None and weights is not None and weights.is_other:
+                    flags.mark()
         self.launcher.launch(bucket)
         self._next += 1
 
@@ -325,7 +322,8 @@ class Exchange:
         self._saved.clear()
         self._aside.clear()
         weights = self.launcher.rank_weights
-        if self._unweighed is None and self._as_is and weights is not None and weights.each_given:
+        given = weights is not None and weights.each_given and self.launcher.weight_flags is not None
+        if given and self._unweighed is None and self._as_is:
             self._unweighed = True
             self._call_before(False)
         self._end_weight()
@@ -383,19 +381,24 @@ class Exchange:
         for slot in self.slots:
             slot.touched = False
 
-    def abort_backward(self) -> None:
-        """Give up the step of a backward that an exception ended, and wait for messages in flight. Raises
-        CommunicationError where others did not fail, and did not wait to know that this one did.
+    def abort_backward(self) -> bool:
+        """Give up the step of a backward that an exception ended, and wait for messages in flight; return whether
+        weighed micro-batches that came before it still count. Raises CommunicationError where others did not fail, and
+        did not wait to know that this one did, or did not come.
         """
-        if self.open:
-            self.give_up()
-        given_up = self._given_up
-        self._given_up = self.open = False
-        self._saved.clear()
-        self._aside.clear()
-        self._idle = self._as_is = False
-        if self.launcher.rank_weights is not None:
-            self.launcher.rank_weights.abort()
+        weights, self._idle, self._as_is = self.launcher.rank_weights, False, False
+        if weights is not None and not self.open and weights.take_back():
+            return True
+        try:
+            if self.open:
+                self.give_up()
+        finally:
+            given_up = self._given_up
+            self._given_up = self.open = False
+            self._saved.clear()
+            self._aside.clear()
+            if weights is not None:
+                weights.abort()
         self.launcher.abort_backward()
         self.launcher.communicator.wait()
         usage = self.launcher.usage
@@ -405,13 +408,15 @@ class Exchange:
                 "gradients that are no averages; expected a backward that ends alike on all ranks: mend what raised "
                 "it, or begin again from a checkpoint"
             )
+        return False
 
     def give_up(self) -> None:
         """Send all unsent buckets and set the flag that an exception ended this rank's backward: so ranks' collectives
         stay in step, wherever in the backward each of them failed, and the other ranks raise.
 
         No rank waits for messages in flight before the next backward, and a script zeroes gradients before that, maybe
-        in place: `.grad`s leave the buckets, which are still written to.
+        in place: `.grad`s leave the buckets, which are still written to. But where all buckets have left, a rank whose
+        weight the others may ask for waits until it knows.
         """
         if not (self.open or self._on_first_grad()):
             return  # this backward exchanges nothing
@@ -423,9 +428,10 @@ class Exchange:
         finally:
             for slot in self.slots:
                 slot.leave()
-        if not self._given_up and self.launcher.weighted and self.launcher.marks is not None:
+        weights = self.launcher.rank_weights
+        if not self._given_up and weights is not None and weights.unsent is not None:
             self.launcher.communicator.wait()
-            with suppress(InputError):  # others, whose step is complete, may wait for this rank's weight
+            with suppress(InputError):
                 self.launcher.correction()
 
     def onlookers(self, slot: Slot) -> bool:

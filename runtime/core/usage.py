@@ -62,9 +62,11 @@ class UsageFlags:
         self._tail[-1:].fill_(1)
 
     @property
-    def marks(self) -> bool:
-        """True if ranks may mark their message, and read marks without waiting for a device; equal on all ranks."""
-        return self._marks and self.on_host
+    def can_mark(self) -> bool:
+        """True if ranks may mark their message, and read marks as soon as it has come; equal on all ranks. Flags behind
+        a bucket that is compressed, with no gradients in their message, are summed where it is decoded.
+        """
+        return self._marks and self.on_host and bool(self._message.slots)
 
     def mark(self) -> None:
         """Mark this rank's message, before it leaves and after `write`."""

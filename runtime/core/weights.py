@@ -3,8 +3,9 @@
     weight(n)             ─▶ kept for the next backward
     first gradient of it  ─▶ in the first backward ranks agree on n₀, the mean of their weights; later each takes n / n₀
     each gradient         ─▶ times n / n₀ before autograd adds it to `.grad`; zeros where n is 0
-    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own:
-                             from the first step on where a rank's are not 1, which a mark in its last bucket reports
+    a step begins         ─▶ Σ n / n₀ and the number of micro-batches are sent to all ranks, on a group of their own;
+                             where whole buckets are summed on hosts, from the first step on in which those of a rank
+                             are not 1, which it marks in its last bucket
     all buckets are here  ─▶ the averages are multiplied by (micro-batches of all ranks) / (Σ n / n₀ of all ranks)
 
 So with equal weights every factor is 1 and nothing is multiplied. With accumulation the sum is over all micro-batches,
@@ -62,7 +63,7 @@ class Weights:
         self._in_flight: list[tuple[dist.Work, Tensor, Tensor]] = []
         self._unequal = False
         """Whether a step has had other weights than n₀: from then on they are sent in each; equal on all ranks."""
-        self._unsent: list[float] | None = None
+        self.unsent: list[float] | None = None
         """Σ n / n₀ and micro-batches of this rank in the last step; None: all ranks have been sent them."""
         self._sums: list[float] | None = None
         """Σ n / n₀ of every rank in the last step, once it is complete."""
@@ -179,12 +180,14 @@ class Weights:
         if self._control is None:
             self._meet(place)
         self._send(place, mine)
-        return self._received()
+        return [row[: len(mine)] for row in self._received()]
 
     def _send(self, place: str, mine: Sequence[float]) -> None:
         control = self.connect()
         assert control.group is not None
-        part = torch.tensor([PLACES.index(place), *mine], dtype=torch.float64)
+        row = [PLACES.index(place), *mine]
+        row += [0.0] * (1 + max(2, self._world.ranks) - len(row))  # as long at each place, for ranks may be at others
+        part = torch.tensor(row, dtype=torch.float64)
         whole = part.new_empty(self._world.ranks * len(part))
         with control.error_context(GATHERING):
             self._in_flight.append((all_gather_on(control.group, whole, part), part, whole))
@@ -202,52 +205,52 @@ class Weights:
 
     # One step, in the order in which it happens.
 
-    def begin_step(self, marks: bool) -> None:
-        """Send what this rank's micro-batches weigh, before any bucket of the step is sent, unless it is known to be
-        what others expect, or others hear by marks that it is not.
+    def begin_step(self, can_mark: bool) -> None:
+        """Send what this rank's micro-batches weigh, before any bucket of the step is sent, unless it is what others
+        expect, who learn by marks where it is not.
         """
         if not self._agreed:
             self._agree()
         if not self.active:
             return
-        self._sums, self._unsent = None, [self._sum, float(self._micro_batches)]
+        self._sums, self.unsent = None, [self._sum, float(self._micro_batches)]
         self._sum, self._micro_batches = 0.0, 0
-        if self._unequal or not marks:
+        if self._unequal or not can_mark:
             self._send_sums()
 
     def _send_sums(self) -> None:
-        assert self._unsent is not None
-        self._send(BACKWARD, self._unsent)
-        self._unsent = None
+        assert self.unsent is not None
+        self._send(BACKWARD, self.unsent)
+        self.unsent = None
 
     @property
-    def marked(self) -> bool:
-        """True if this rank has to mark a step: it has not sent its weight, which is not that of one backward of n₀."""
-        return self._unsent not in (None, [1.0, 1.0])
+    def is_other(self) -> bool:
+        """True if it has not, and it is not that of one backward of n₀."""
+        return self.unsent not in (None, [1.0, 1.0])
 
     def end_backward(self) -> None:
         """Forget the weight of the present backward."""
         self.factor = None
 
-    def correction(self, marks: UsageFlags | None) -> float:
+    def correction(self, flags: UsageFlags | None) -> float:
         """Return what averages have to be multiplied by, in a step whose buckets are all here. Raises InputError on all
-        ranks alike where all weights of the step are 0. `marks`: of all ranks; None: there are none.
+        ranks alike where all weights of the step are 0. `flags`: that ranks mark; None: there are none.
         """
         if not self.active:
             return 1.0
         if self._sums is None:
-            if self._unsent is not None and marks is not None and marks.marked():
+            if self.unsent is not None and flags is not None and flags.marked():
                 self._unequal = True
                 self._send_sums()
-            rows = self._received() if self._unsent is None else [[1.0, 1.0]] * self._world.ranks
-            self._sums = [one for one, _ in rows]
+            rows = self._received() if self.unsent is None else [[1.0, 1.0]] * self._world.ranks
+            self._sums = [one for one, *_ in rows]
             total = math.fsum(self._sums)
             if not total:
                 raise InputError(
                     f"found weights of 0 on all {self._world.ranks} ranks in one step, whose gradient is 0 / 0; "
                     f"expected a positive one on at least one rank: leave such a step out on every rank"
                 )
-            self._correction = sum(micro_batches for _, micro_batches in rows) / total
+            self._correction = sum(micro_batches for _, micro_batches, *_ in rows) / total
         return self._correction
 
     @property
@@ -261,6 +264,14 @@ class Weights:
         if self._sums is None:
             return 1.0
         return self._sums[self._world.rank] * self._world.ranks / math.fsum(self._sums)
+
+    def take_back(self) -> bool:
+        """Forget the present backward, which an exception ended; return whether micro-batches before it are left."""
+        if self.factor is not None:
+            self._sum -= self.factor
+            self._micro_batches -= 1
+            self.factor = None
+        return self._micro_batches > 0
 
     def abort(self) -> None:
         """Forget the micro-batches of a step: an exception ended its backward, or the script has left it out."""

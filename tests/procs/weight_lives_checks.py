@@ -42,6 +42,13 @@ def pair(
     return model, optimizer, runtime.attach(model, optimizer, plan(model), guard=False, **options), reference, alone
 
 
+def ended(session: Any, model: nn.Module, reference: nn.Module) -> float:
+    """The session is detached: the difference of weights."""
+    session.wait_for_weights()
+    session.detach()
+    return difference(model, reference)
+
+
 def zero_in_a_micro_batch(plan: Callable[[nn.Module], Plan]) -> float:
     """One rank's micro-batch counts nothing and is not a number; the rank changes from step to step."""
     model, optimizer, session, reference, alone = pair(plan)
@@ -67,9 +74,7 @@ def zero_in_a_micro_batch(plan: Callable[[nn.Module], Plan]) -> float:
             parameter.grad /= number
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         alone.step()
-    session.wait_for_weights()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 def scaled(plan: Callable[[nn.Module], Plan]) -> float:
@@ -90,9 +95,7 @@ def scaled(plan: Callable[[nn.Module], Plan]) -> float:
             whole = joined([samples(one, step) for one in range(last + 1) if step != 1 or one != last])
             loss_of(reference, *whole).backward()
             alone.step()
-    session.wait_for_weights()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 class Checkpointed(Net):
@@ -116,9 +119,7 @@ def checkpointed(plan: Callable[[nn.Module], Plan]) -> float:
         optimizer.step()
         loss_of(reference, *joined([samples(one, step) for one in range(dist.get_world_size())])).backward()
         alone.step()
-    session.wait_for_weights()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 def kept() -> float:
@@ -159,8 +160,7 @@ def switched() -> float:
         alone.zero_grad()
         loss_of(reference, *joined([samples(one, 2 * step + micro) for one in ranks for micro in range(2)])).backward()
         alone.step()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 def by_lbfgs() -> float:
@@ -192,8 +192,7 @@ def by_lbfgs() -> float:
     for _ in range(2):
         optimizer.step(closure)
         alone.step(closure_alone)
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 def residuals_keep_what_is_not_sent() -> float:
@@ -250,8 +249,12 @@ def batches_of_micro_batches() -> float:
         alone.zero_grad()
         loss_of(reference, *joined(given)).backward()
         alone.step()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
+
+
+def fail(_: Tensor) -> None:
+    """End a backward."""
+    raise ValueError("of the script")
 
 
 def after_an_exception(where: str) -> float:
@@ -260,9 +263,6 @@ def after_an_exception(where: str) -> float:
     """
     model, optimizer, session, reference, alone = pair(PLANS["plain"])
     ranks = range(dist.get_world_size())
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("of the script")
 
     for step in range(STEPS):
         x, y = samples(dist.get_rank(), step, equal=step == 0)
@@ -287,8 +287,31 @@ def after_an_exception(where: str) -> float:
         alone.zero_grad()
         loss_of(reference, *joined([samples(one, step, equal=step == 0) for one in ranks])).backward()
         alone.step()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
+
+
+def left_out() -> float:
+    """A micro-batch of three fails on all ranks at its first gradient, and is left out."""
+    model, optimizer, session, reference, alone = pair(PLANS["plain"])
+    ranks = range(dist.get_world_size())
+
+    for step in range(STEPS):
+        micros = [[samples(one, 3 * step + micro, equal=step < 2) for one in ranks] for micro in range(3)]
+        optimizer.zero_grad()
+        for micro, given in enumerate(micros):
+            x, y = given[dist.get_rank()]
+            hooks = [one.register_hook(fail) for one in model.parameters()] if micro == 1 and step % 2 else []
+            session.weight(len(x))
+            with nullcontext() if micro == 2 else session.no_sync(), suppress(ValueError):
+                (loss_of(model, x, y) / (3 - step % 2)).backward()
+            for hook in hooks:
+                hook.remove()
+        optimizer.step()
+        alone.zero_grad()
+        whole = [joined(given) for given in (micros[::2] if step % 2 else micros)]
+        loss_of(reference, *joined(whole)).backward()
+        alone.step()
+    return ended(session, model, reference)
 
 
 def batches_begun_later() -> float:
@@ -355,8 +378,7 @@ def begun_again() -> float:
         alone.zero_grad()
         loss_of(reference, *joined([samples(one, step) for one in ranks])).backward()
         alone.step()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 def unequal_later(plan: Callable[[nn.Module], Plan], how: str = "") -> float:
@@ -384,10 +406,9 @@ def unequal_later(plan: Callable[[nn.Module], Plan], how: str = "") -> float:
             (loss_of(reference, *whole) * len(whole[0]) / number).backward()
         optimizer.step()
         alone.step()
-    session.wait_for_weights()
-    session.detach()
+    apart = ended(session, model, reference)
     session.weight(1 + dist.get_rank())  # of no step: ignored
-    return difference(model, reference)
+    return apart
 
 
 def asked_and_given() -> float:
@@ -408,8 +429,7 @@ def asked_and_given() -> float:
         else:
             torch.stack([loss_of(reference, *one) for one in given]).mean().backward()
         alone.step()
-    session.detach()
-    return difference(model, reference)
+    return ended(session, model, reference)
 
 
 def compiled() -> float:
@@ -434,5 +454,5 @@ def all_lives() -> dict[str, float]:
         f"after an exception, {where}": partial(after_an_exception, where) for where in ("layer", "input", "part")
     }
     alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, batches_begun_later)
-    lives |= {life.__name__: life for life in (*alone, asked_and_given, begun_again, compiled)}
+    lives |= {life.__name__: life for life in (*alone, left_out, asked_and_given, begun_again, compiled)}
     return {name: life() for name, life in lives.items()}
