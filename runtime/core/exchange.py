@@ -160,8 +160,6 @@ class Exchange:
         """`_first_grad` at the end of the last micro-batch."""
         self._idle = False
         """Whether the present backward has a weight of 0, as if it had used no parameter."""
-        self._as_is = False
-        """Whether gradients of the present backward are added without a factor; known from the first one on."""
         self._unweighed: bool | None = None
         """Whether no gradient is weighed, for weights are n₀: 3 µs less each. None: not so far; False: not again."""
         self._next = 0
@@ -259,7 +257,7 @@ class Exchange:
             else:
                 usage.write([slot.index for slot in self.slots if not slot.touched])
                 flags, weights = self.launcher.weight_flags, self.launcher.rank_weights
-                if flags is not None and weights is not None and weights.is_other:
+                if flags is not None and weights is not None and weights.unsent not in (None, [1.0, 1.0]):
                     flags.mark()
         self.launcher.launch(bucket)
         self._next += 1
@@ -272,7 +270,7 @@ class Exchange:
             weights.abort()
             self._aside = {at: one for at, one in self._aside.items() if one.slot not in self._updated}
         factor = self.take_weight()
-        self._idle, self._as_is = factor == 0.0, factor == 1.0
+        self._idle = factor == 0.0
         if not slot.touched and slot.index not in self._aside and (self._idle or slot.parameter.grad is not None):
             self._aside[slot.index] = self.launcher.set_aside(slot)
         if factor == 1.0:
@@ -322,8 +320,8 @@ class Exchange:
         self._saved.clear()
         self._aside.clear()
         weights = self.launcher.rank_weights
-        given = weights is not None and weights.each_given and self.launcher.weight_flags is not None
-        if given and self._unweighed is None and self._as_is:
+        can_rest = self._unweighed is None and weights is not None and weights.each_given and weights.factor == 1.0
+        if can_rest and self.launcher.weight_flags is not None:
             self._unweighed = True
             self._call_before(False)
         self._end_weight()
@@ -332,7 +330,7 @@ class Exchange:
         self._recorder.end_step()
 
     def _end_weight(self) -> None:
-        self._idle = self._as_is = False
+        self._idle = False
         if self.launcher.rank_weights is not None:
             self.launcher.rank_weights.end_backward()
 
@@ -386,7 +384,7 @@ class Exchange:
         weighed micro-batches that came before it still count. Raises CommunicationError where others did not fail, and
         did not wait to know that this one did, or did not come.
         """
-        weights, self._idle, self._as_is = self.launcher.rank_weights, False, False
+        weights, self._idle = self.launcher.rank_weights, False
         if weights is not None and not self.open and weights.take_back():
             return True
         try:
@@ -478,9 +476,7 @@ class Exchange:
 def _weigh(exchange: weakref.ref[Exchange], slot: Slot, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
     """Weigh a gradient before autograd adds it to `.grad`."""
     here = exchange()
-    if here is None or gradients[0] is None or (here._as_is and slot.parameter.grad is None):
-        return None  # most often, in one Python frame
-    return here.weighed(slot, gradients[0])
+    return None if here is None or gradients[0] is None else here.weighed(slot, gradients[0])
 
 
 def _gradient_ready(

@@ -223,11 +223,6 @@ class Weights:
         self._send(BACKWARD, self.unsent)
         self.unsent = None
 
-    @property
-    def is_other(self) -> bool:
-        """True if it has not, and it is not that of one backward of n₀."""
-        return self.unsent not in (None, [1.0, 1.0])
-
     def end_backward(self) -> None:
         """Forget the weight of the present backward."""
         self.factor = None
@@ -268,9 +263,7 @@ class Weights:
     def take_back(self) -> bool:
         """Forget the present backward, which an exception ended; return whether micro-batches before it are left."""
         if self.factor is not None:
-            self._sum -= self.factor
-            self._micro_batches -= 1
-            self.factor = None
+            self._sum, self._micro_batches, self.factor = self._sum - self.factor, self._micro_batches - 1, None
         return self._micro_batches > 0
 
     def abort(self) -> None:

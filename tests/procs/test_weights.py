@@ -34,7 +34,7 @@ def test_equal_weights_change_no_bit(several: list[dict[str, Any]]) -> None:
 
 def test_equal_weights_take_no_message_and_weigh_no_gradient(several: list[dict[str, Any]]) -> None:
     for place, rank in enumerate(several):
-        weighed = (1, 1, 7, 8) if place == 1 else (1, 1, 1, 1)
+        weighed = (6, 6, 12, 18) if place == 1 else (6, 6, 6, 6)
         assert rank["taken"] == list(zip((0, 0, 1, 2), weighed, strict=True))
 
 
