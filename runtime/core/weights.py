@@ -28,7 +28,7 @@ from runtime.errors import InputError
 from runtime.torch_compat import all_gather_on
 
 GATHERING = "gathering the weights of ranks"
-MEETING = "agreeing on weights in session.batches or the first backward, which has to reach a parameter on each rank"
+MEETING = "agreeing on weights in session.batches or in a backward, which has to reach a parameter on every rank"
 BACKWARD, BATCHES, SAMPLER = PLACES = ("a backward", "session.batches", "session.sampler")
 """The places at which ranks exchange numbers. A message begins with its place: a rank at another one is an error."""
 HINT = "call session.weight(n) on every rank before each backward, from the first step on, or on no rank"
