@@ -347,10 +347,10 @@ class Session:
         """Give this rank's weight in the next backward: the number of samples or tokens that its loss is a mean over.
 
         The gradient is Σ nᵢ gᵢ / Σ nᵢ over ranks, as of one process that has all their samples. Call it before each
-        backward, also those in `no_sync`, on every rank, from the first step on. `.grad` inside `no_sync` is a
-        weighted sum. With accumulation the sum is over all micro-batches, times their number: divide the loss by that,
-        as with DDP. Residuals of lossy buckets count with the weights of the step that sends them. One rank alone adds
-        its micro-batches up as they are.
+        backward, also those in `no_sync`, on every rank, from the first step on, and after what a script writes to
+        `.grad`s. `.grad` inside `no_sync` is a weighted sum. With accumulation the sum is over all micro-batches, times
+        their number: divide the loss by that, as with DDP. Residuals of lossy buckets count with the weights of the
+        step that sends them. One rank alone adds its micro-batches up as they are.
 
         Args:
             n: at least 0; 0 lets this rank contribute zeros, whatever its gradients are.
