@@ -290,9 +290,9 @@ def after_an_exception(where: str) -> float:
     return ended(session, model, reference)
 
 
-def left_out() -> float:
+def left_out(plan: Callable[[nn.Module], Plan]) -> float:
     """A micro-batch of three fails on all ranks at its first gradient, and is left out."""
-    model, optimizer, session, reference, alone = pair(PLANS["plain"])
+    model, optimizer, session, reference, alone = pair(plan)
     ranks = range(dist.get_world_size())
 
     for step in range(STEPS):
@@ -442,7 +442,7 @@ def all_lives() -> dict[str, float]:
     torch.set_num_threads(1)
     lives: dict[str, Callable[[], float]] = {
         f"{life.__name__}, {name}": partial(life, plan)
-        for life in (zero_in_a_micro_batch, scaled, checkpointed, buffers, unequal_later)
+        for life in (zero_in_a_micro_batch, scaled, checkpointed, buffers, unequal_later, left_out)
         for name, plan in PLANS.items()
     }
     lives |= {
@@ -454,5 +454,5 @@ def all_lives() -> dict[str, float]:
         f"after an exception, {where}": partial(after_an_exception, where) for where in ("layer", "input", "part")
     }
     alone = (kept, switched, by_lbfgs, residuals_keep_what_is_not_sent, batches_of_micro_batches, batches_begun_later)
-    lives |= {life.__name__: life for life in (*alone, left_out, asked_and_given, begun_again, compiled)}
+    lives |= {life.__name__: life for life in (*alone, asked_and_given, begun_again, compiled)}
     return {name: life() for name, life in lives.items()}
