@@ -239,15 +239,18 @@ def decided_for_real() -> dict[str, bool]:
     with hurried(None, Decision=candidates.Decision, WORTH_TRYING=-1e9, MOST_TRIALS=2, POLL_S=0.02) as folder:
         side = online(model())
         session = session_of(side)
+        ended, more = False, 3  # steps of what the run goes on with, to be reported
         for step in range(20_000):
             with side.no_sync():
                 loss_of(side, 10_000 + step).backward()
             steps(side, range(step, step + 1))
-            if session._pilot and any(any(end in line for end in ENDS) for line in session._pilot.story):
+            story = session._pilot.story if session._pilot else []
+            ended = ended or any(end in line for line in story for end in ENDS)
+            more -= ended
+            if more == 0:
                 break
-        story = session._pilot.story if session._pilot else []
-        text = session.explain(folder / "page.html")
-        page = (folder / "page.html").read_text() if dist.get_rank() == 0 else ""
+        text = session.explain(folder.parent / "page.html")
+        page = (folder.parent / "page.html").read_text() if dist.get_rank() == 0 else ""
         side.close()
     return {
         f"{story}": any(any(end in line for end in ENDS) for line in story), "alike": ranks_agree(story),
