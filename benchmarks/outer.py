@@ -38,7 +38,7 @@ from planner.model.problem import Problem, make_problem
 from planner.passes.outer import smallest_period
 from planner.strategies.diloco import best_cut, cut_evenly, schedule_of
 from runtime.outer.local_steps import Outer
-from runtime.plan import CompressorSpec, OuterSpec, Plan
+from runtime.plan import CompressorSpec, OuterOptimizer, OuterSpec, Plan
 
 ACCURACY, FRONTIER = "accuracy", "frontier"
 TASKS = ("characters, GPT", MUON_GPT, "digits, ViT", "characters, LSTM")
@@ -46,17 +46,20 @@ WARMUP_SHARE = 0.1
 """Share of the steps: synchronous first ones."""
 MODELS, HOSTS, GIGABITS = ("gpt2", "bert-base"), 8, (1, 10)
 PERIODS, MAX_PERIOD = (1, 2, 4, 8, 16, 30, 64), 64
+DILOCO, MEAN = OuterOptimizer(), OuterOptimizer(lr=1.0, momentum=0.0)
+"""DiLoCo's, and the mean of workers' weights (local SGD)."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Outer steps by DiLoCo's optimizer: one fragment at once, or several, mixed with local steps when they arrive."""
+    """Outer steps: one fragment at once, or several, mixed with local steps when they arrive."""
 
     every: int
     narrow: bool = False
     """Whether rounds are in 8 bits."""
     fragments: int = 1
     late: int = 0
+    optimizer: OuterOptimizer = DILOCO
 
     @property
     def codec(self) -> Codec:
@@ -71,6 +74,9 @@ WAYS: dict[str, Way | None] = {
     "H = 30": Way(30),
     "H = 30, int8": Way(30, narrow=True),
     "H = 30, int8, 4 fragments, 1 step late": Way(30, narrow=True, fragments=4, late=1),
+    "H = 8, mean": Way(8, optimizer=MEAN),
+    "H = 30, mean": Way(30, optimizer=MEAN),
+    "H = 30, int8, 4 fragments, 1 step late, mean": Way(30, narrow=True, fragments=4, late=1, optimizer=MEAN),
 }
 
 
@@ -105,7 +111,7 @@ def plan_with(model: nn.Module, steps: int, way: Way | None) -> Plan:
     buckets = tuple(replace(bucket, gradients=names, compressor=compressor) for names in fragments)
     outer = OuterSpec(
         every=way.every, fragments=fragments, delay_steps=way.late, mix=outer_steps.MIX if way.late else 0.0,
-        warmup_steps=round(WARMUP_SHARE * steps),
+        warmup_steps=round(WARMUP_SHARE * steps), optimizer=way.optimizer,
     )  # fmt: skip
     return replace(plan, accuracy="relaxed", buckets=buckets, outer=outer)
 

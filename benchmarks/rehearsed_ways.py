@@ -2,7 +2,7 @@
 
     python -m benchmarks.rehearsed_ways lags --write     # rehearsals that benchmarks/results/rehearsed_ways.jsonl lacks
     python -m benchmarks.rehearsed_ways muon --only 50%
-    python -m benchmarks.rehearsed_ways outer --minutes 6 --write
+    python -m benchmarks.rehearsed_ways outer --minutes 8 --dilate 1.5 --write   # more rounds, of steps less dilated
 
 Needs root, and a machine that does nothing else. Each cell is one `planner rehearse`.
 """
@@ -129,9 +129,10 @@ def main() -> int:
     parser = parser_of(__doc__, Path("docs/results/KIND.md"), RESULTS)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--minutes", type=float, default=3.0, help="of each cell")
+    parser.add_argument("--dilate", type=float, help="factor of times; default: as much as the minutes allow")
     options = parser.parse_args()
     kind, document = KINDS[options.kind], Path(f"docs/results/{options.kind}.md")
-    cells = {cell.key: partial(measure, cell, options.minutes) for cell in kind.cells}
+    cells = {cell.key: partial(measure, cell, options.minutes, options.dilate) for cell in kind.cells}
     parts = {"rehearsed": (cells, kind.lines)}
     return tabulate(document, parts, options)
 

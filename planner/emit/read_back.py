@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.ir import Bucket, Schedule
 from planner.model.codecs import BY_NAME
+from planner.model.operator_costs import shares_of
 from planner.model.problem import Problem
 from planner.search.owners import best_owners
 from planner.search.partition import partition_of
@@ -32,14 +33,16 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
     if odd := next((name for name in plan.gradients if name not in index), None):
         raise InputError(f"found no gradient {odd!r} in the profile, expected the profile that the plan was made from")
-    # Owners are as they would be planned there, on any number of ranks.
+    # On another number of ranks owners are as they would be planned there.
     norms, operator = (plan.updates.norms, plan.updates.operator) if plan.updates else (None, None)
     shared = norms is not None and norms.shares is not None and problem.norm_layers
-    found = best_owners(problem) if operator is not None and operator.owners else None
+    operators = shares_of(problem, operator) if problem.ranks == plan.world.ranks else None
+    if operators is None and operator is not None and operator.owners and (found := best_owners(problem)) is not None:
+        operators = found.shares
     return Schedule(
         buckets=tuple(_bucket(problem, bucket, index) for bucket in plan.buckets),
         norms=partition_of(problem).owners if shared else None,
-        operators=None if found is None else found.shares,
+        operators=operators,
     )
 
 

@@ -147,7 +147,7 @@ class SharedOperator:
         if unknown:
             self._learn(groups, unknown)
             return
-        pending: dict[Tensor, tuple[Pending, int]] = {}
+        pending, results = dict[Tensor, tuple[Pending, list[Tensor]]](), dict[Tensor, Tensor]()
         splits = [  # ranks compare stacks before any is computed
             (members, *self._split(world, members, groups))
             for world, gather in self._gathers
@@ -155,7 +155,7 @@ class SharedOperator:
         ]
         for members, split, stacks in splits:
             sent = split.start(partial(self._results, stacks, groups), members)
-            pending.update((p, (sent, place)) for place, p in enumerate(members))
+            pending |= dict.fromkeys(members, (sent, members))
         calls = iter([(p, form) for p in groups if (form := self._forms.get(p)) is not None])
 
         def answer(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -167,8 +167,10 @@ class SharedOperator:
                 )
             if parameter not in pending:
                 return self._operator.compute(matrix, group)
-            sent, place = pending[parameter]
-            return sent.wait_each()[place]
+            if parameter not in results:  # the first of its message
+                sent, members = pending[parameter]
+                results.update(zip(members, sent.wait_each(), strict=True))
+            return results.pop(parameter)
 
         self._open.enter_context(self._operator.replaced(answer))
 
@@ -204,6 +206,10 @@ class SharedOperator:
     def _what(self) -> str:
         return type(self.optimizer).__name__
 
+    @property
+    def _who(self) -> str:
+        return f"the operator of {self._what}"
+
     def _split(self, world: World, members: Sequence[Tensor], groups: Groups) -> tuple[Split, list[list[Tensor]]]:
         """Return who computes what of a message, and what this rank computes at once."""
         key = tuple(members)
@@ -222,8 +228,7 @@ class SharedOperator:
         for p in mine:
             key = (id(groups[p]), p.dtype, self._forms[p]) if p in self._batched else id(p)
             alike.setdefault(key, []).append(p)
-        who = f"the operator of {self._what}"
-        what = f"comparing stacks of {who}"
+        what = f"comparing stacks of {self._who}"
 
         def compare() -> list[tuple[float, str]]:
             return [
@@ -232,13 +237,14 @@ class SharedOperator:
                 if len(of) > 1
             ]
 
-        everyone = self._world.gather(agreed(self._world, what, compare, who), what)
+        everyone = self._world.gather(agreed(self._world, what, compare, self._who), what)
         apart, stack = max((one for of_rank in everyone for one in of_rank), default=(0.0, ""))
         if apart <= self._tolerance:
             return list(alike.values())
         self._world.warn(
-            f"{who} is computed one matrix at a time: found a stack, {stack}, whose results differ by {apart:.1e} of "
-            f"their largest element, expected at most {self._tolerance} (updates.operator.tolerance): profile again",
+            f"{self._who} is computed one matrix at a time: found a stack, {stack}, whose results differ by "
+            f"{apart:.1e} of their largest element, expected at most {self._tolerance} (updates.operator.tolerance): "
+            f"profile again",
             FallbackWarning,
         )
         self._batched = frozenset()
@@ -324,9 +330,12 @@ class SharedOperator:
 
         def look(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
             digests.append(_digest(matrix, group))
-            return matrix
+            return self._operator.compute(matrix, group)  # what raises does so before any rank has stepped
 
-        called = [p for p in groups if self.run_one(p, groups[p], look) is not None]
+        def find() -> list[Tensor]:
+            return [p for p in groups if self.run_one(p, groups[p], look) is not None]
+
+        called = agreed(self._world, f"computing {self._who} on every rank", find, self._who)
         expected = dict(zip(called, digests, strict=True))
         calls: list[tuple[str, Result, str, bool]] = []
         state = {
@@ -362,7 +371,7 @@ class SharedOperator:
             problem = "its operator writes to the optimizer's state"
         results = zip(expected, calls, strict=False)
         mine = {self._names[p]: (str(form), digest) for p, (_, form, digest, _) in results if p in self._names}
-        everyone = self._world.gather((problem, mine), f"comparing results of the operator of {self._what}")
+        everyone = self._world.gather((problem, mine), f"comparing results of {self._who}")
         problem, first = next((found for found, _ in everyone if found), None), everyone[0][1]
         for rank, (_, theirs) in enumerate(everyone):
             if problem is None and theirs != first:
@@ -374,7 +383,7 @@ class SharedOperator:
             return
         self._owners, self._gathers, self._stays = {}, [], True
         self._world.warn(
-            f"the operator of {self._what} stays on every rank: {problem}; expected operator(self, matrix, group) to "
+            f"{self._who} stays on every rank: {problem}; expected operator(self, matrix, group) to "
             f"be called once for each parameter with a gradient, to read these alone, and to write nothing",
             FallbackWarning,
         )

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.source_metrics import METRICS, PACKAGES, ROOT, is_fragment, sources
 
 LIMITS = {
-    "code lines": 50_700,
+    "code lines": 50_710,
     "functions with more than six parameters": 18,
-    "imports inside of functions": 23,
+    "imports inside of functions": 22,
     "import cycles": 0,
     "docstrings that are fragments": 57,
     "functions described by a noun": 28,

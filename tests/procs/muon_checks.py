@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.optim import lr_scheduler
 
 import planner
 import runtime
+from runtime.optimizers.pto import Pending
 from runtime.optimizers.units import orthogonalize
 from runtime.plan import OperatorPlan, Plan, PlanWorld, UpdatePlan
 
@@ -261,6 +263,7 @@ def everything() -> dict[str, Any]:
     found["stacked"] = stacked()
     found["newton_schulz"] = newton_schulz()
     found["raised"] = raised_within(ranks)
+    found["taken once"] = taken_once(ranks)
     found["replanned"] = replanned(ranks)
     found["refused"] = refusals(ranks)
     found["fallback"] = fallbacks(ranks)
@@ -343,6 +346,18 @@ def raised_within(ranks: int) -> bool:
     return found
 
 
+def taken_once(ranks: int) -> bool:
+    """A step waits for each message once, however many matrices it has."""
+    model = Mixer()
+    made = optimizers(model, MAKERS["Muon"])
+    session = planner.attach(model, made, shared(plan_of(model, ranks), owners_of(ranks)))
+    train(model, model, made, steps=2)
+    with mock.patch.object(Pending, "wait_each", autospec=True, side_effect=Pending.wait_each) as waits:
+        train(model, model, made, first=2, steps=1)
+    session.detach()
+    return waits.call_count == 1
+
+
 def replanned(ranks: int) -> bool:
     """A new plan has the owners of the present one, where no profile says what operators take."""
     model = Mixer()
@@ -397,7 +412,7 @@ def stacked(nodes: int = 0) -> dict[str, Any]:
             made.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             forward(torch.randn(6, 12, generator=generator)).square().mean().backward()
-            if owned and step == 1 and isinstance(made, Signs):  # in this step ranks compare stacks
+            if owned and step < 2 and isinstance(made, Signs):  # ranks compare results in the first, stacks in the next
                 (group,) = made.param_groups
                 decay, group["decay"] = group["decay"], None if dist.get_rank() == 1 else group["decay"]
                 found["raised"].append(raised(made.step))

@@ -371,6 +371,10 @@ def test_owners_of_norms_and_operators_are_read_back() -> None:
     assert again is not None
     assert made.updates is not None
     assert (again.norms, again.operator) == (made.updates.norms, made.updates.operator)
+    problem = make_problem(parse_profile(document))
+    for rule in ("longest_first", "round_robin"):  # none of which are what would be planned
+        schedule = make_schedule(problem, f"operators:{rule}")
+        assert schedule_of(problem, lower(problem, schedule)) == schedule
 
 
 def test_steps_of_a_named_cluster() -> None:
