@@ -144,9 +144,8 @@ class Runner(Generic[V]):
     def _is_clear(self, records: Sequence[Record[V]], names: tuple[str, str]) -> bool:
         """Return whether the ratio of two variants' steps is known well enough, the same on all ranks."""
         mine = [next(one.step_us for one in records if one.variant.name == name) for name in names]
-        everyone = np.array(self.world.gather(mine, "comparing rounds"))
-        values = [step_values(everyone[:, place], together=True) for place in range(len(names))]
-        return ratio_interval(*values).telling_rounds is None
+        by_name = zip(*self.world.gather(mine, "comparing rounds"), strict=True)  # brief ones have fewer blocks
+        return ratio_interval(*(step_values(np.array(one), together=True) for one in by_name)).telling_rounds is None
 
 
 class VariantRunner(Runner[BucketVariant]):

@@ -113,7 +113,8 @@ def needed_bytes(problem: Problem, schedule: Schedule) -> int:
     anchors, outer momenta, residuals and the messages of the largest fragment.
     """
     wide = np.maximum(problem.size_bytes, 4 * problem.numel)
-    copies = 1.0 / problem.ranks + (1.0 / problem.ranks if schedule.buckets[0].codec.exact else 2.0)
+    momenta = 0.0 if outer_steps.mode_of(schedule).mean else 1.0 / problem.ranks
+    copies = momenta + (1.0 / problem.ranks if schedule.buckets[0].codec.exact else 2.0)
     fragments = outer_steps.fragments_of(schedule)
     largest = max(sum(int(wide[list(schedule.buckets[one].gradients)].sum()) for one in ones) for ones in fragments)
     known = sharded.replicated_bytes(problem)
@@ -186,6 +187,7 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple
         for (worker, name), one in found.items()
         if worker == mode.worker
     )
+    rule = "blocking rounds take the mean of weights" if mode.mean else "outer lr 0.7 and momentum 0.9 are DiLoCo's"
     return [
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
@@ -194,5 +196,5 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple
         f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than "
         f"{NEAR_SHORTEST:.1%}",
         f"sent {codec}: {others}",
-        f"the first {outer_steps.WARMUP_STEPS} steps are synchronous; outer lr 0.7 and momentum 0.9 are DiLoCo's",
+        f"the first {outer_steps.WARMUP_STEPS} steps are synchronous; {rule}",
     ]

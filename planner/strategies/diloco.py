@@ -61,9 +61,13 @@ def streaming_diloco(problem: Problem, cut: tuple[int, int] = (USUAL_PERIOD, USU
 
 @memoised
 def best_cut(problem: Problem, every: int, codec: Codec, worker: Worker) -> Schedule:
-    """Return the fewest late steps, then the fewest fragments, whose step is within 0.2 % of the shortest."""
+    """Return the fewest late steps, then the fewest fragments, whose step is within 0.2 % of the shortest.
+
+    Rounds that block take the mean of weights: DiLoCo's outer optimizer, which no local steps soften there, cost up to
+    60 % of the loss (docs/results/outer.md).
+    """
     options = [
-        schedule_of(stops, every, late, codec, worker, inside)
+        schedule_of(stops, every, late, codec, worker, inside, mean=late == 0)
         for late in DELAYS
         if late < every
         for stops in cuts_to_hide(problem, codec, late, worker)
@@ -112,16 +116,16 @@ def cuts_to_hide(problem: Problem, codec: Codec, late: int, worker: Worker) -> l
 
 def schedule_of(
     stops: tuple[int, ...], every: int, late: int, codec: Codec = Dense(), worker: Worker = RANK,  # noqa: B008
-    inside: tuple[int, ...] = (),
+    inside: tuple[int, ...] = (), *, mean: bool = False,
 ) -> Schedule:  # fmt: skip
     """Return fragments that end at these gradients and arrive some steps later; each is one bucket, or divided where a
-    bucket ends that is averaged `inside` of nodes.
+    bucket ends that is averaged `inside` of nodes. `mean`: see `OuterSteps.mean`.
     """
     edges = sorted({*stops, *inside})
     transport = LIBRARY if codec.exact else TWO_SHOT
     made = Schedule.cut(edges, lambda members: Bucket(tuple(members), transport, codec))
     counts = np.diff(np.searchsorted(edges, (0, *stops), side="right"))
-    return Schedule(buckets=made.buckets, mode=OuterSteps(every, tuple(counts.tolist()), late, worker))
+    return Schedule(buckets=made.buckets, mode=OuterSteps(every, tuple(counts.tolist()), late, worker, mean))
 
 
 def named_schedule(problem: Problem, stops: tuple[int, ...], every: int, late: int) -> Schedule:

@@ -27,7 +27,7 @@ from planner.model.outer_load import NODE, RANK, Worker, average_us, costs_of_no
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from planner.model.spending import slowdowns
-from runtime.plan import Accuracy, OuterSpec, Plan, PlanWorld, combinations
+from runtime.plan import Accuracy, OuterOptimizer, OuterSpec, Plan, PlanWorld, combinations
 from runtime.plan.interfaces import OUTER
 from runtime.plan.timeline import Timeline
 
@@ -35,6 +35,8 @@ WARMUP_STEPS = 500
 """Synchronous steps before local ones."""
 MIX = 0.5
 """Share of a worker's own weights where a round takes steps to arrive, whose local steps would be dropped else."""
+DILOCO, MEAN = OuterOptimizer(), OuterOptimizer(lr=1.0, momentum=0.0)
+"""The published outer optimizer, and the mean of workers' weights."""
 PERIODS = 3
 """Periods that are simulated; the last one counts."""
 
@@ -45,6 +47,8 @@ class OuterSteps(Mode):
 
     >>> str(OuterSteps(30, (2, 1), 1))
     'outer every=30 fragments=2,1 delay=1'
+    >>> str(OuterSteps(8, mean=True))
+    'outer every=8 mean'
     """
 
     name: ClassVar[str] = combinations.OUTER
@@ -57,23 +61,27 @@ class OuterSteps(Mode):
     """Steps from a round's launch to its end (`delay_steps`)."""
     worker: Worker = RANK
     """Unit that trains alone: a rank, or a node where it has several ranks."""
+    mean: bool = False
+    """Whether the outer step takes the mean of workers' weights, as local SGD does; else it is DiLoCo's."""
 
     def __str__(self) -> str:
         cuts = f" fragments={','.join(map(str, self.fragments))}" if self.fragments else ""
         late = f" delay={self.late}" if self.late else ""
-        return f"outer every={self.every}{cuts}{late}" + (f" worker={self.worker}" if self.worker != RANK else "")
+        worker = f" worker={self.worker}" if self.worker != RANK else ""
+        return f"outer every={self.every}{cuts}{late}{worker}" + (" mean" if self.mean else "")
 
     @classmethod
     def parse(cls, line: str) -> Mode | None:
         number = "[1-9][0-9]{0,8}"
         match = re.fullmatch(
-            rf"outer every=({number})(?: fragments=({number}(?:,{number})*))?(?: delay=({number}))?(?: worker=(node))?",
+            rf"outer every=({number})(?: fragments=({number}(?:,{number})*))?(?: delay=({number}))?"
+            r"(?: worker=(node))?( mean)?",
             line,
         )
         if match is None:
             return None
         cuts = tuple(map(int, match[2].split(","))) if match[2] else ()
-        return cls(int(match[1]), cuts, int(match[3] or 0), NODE if match[4] else RANK)
+        return cls(int(match[1]), cuts, int(match[3] or 0), NODE if match[4] else RANK, match[5] is not None)
 
     def fitted(self, buckets: int) -> Mode:
         """Return the mode with one fragment where the buckets are no longer those that were cut."""
@@ -246,8 +254,8 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Return `outer`, with the published outer optimizer, and the interface that scripts have to know of. Without the
-    number of nodes in `world`, ranks are the workers wherever they are.
+    """Return `outer`, and the interface that scripts have to know of. Without the number of nodes in `world`, ranks are
+    the workers wherever they are.
     """
     mode, gradients = mode_of(schedule), problem.profile.compute.gradients
     fragments = tuple(
@@ -258,7 +266,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         "interface": (OUTER,),
         "outer": OuterSpec(
             every=mode.every, fragments=fragments, delay_steps=mode.late, mix=MIX if mode.late else 0.0,
-            warmup_steps=WARMUP_STEPS,
+            warmup_steps=WARMUP_STEPS, optimizer=MEAN if mode.mean else DILOCO,
         ),
     }  # fmt: skip
     if costs_of_nodes(problem, mode.worker) is None and problem.cost.cluster.ranks_per_node > 1:

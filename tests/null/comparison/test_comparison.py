@@ -16,7 +16,7 @@ from rich.console import Console
 from scipy.special import stdtrit
 
 from planner import optimize
-from planner.comparison.measure import LEAST_CLEAR_ROUNDS, Measured, Record, Runner
+from planner.comparison.measure import LEAST_CLEAR_ROUNDS, LEAST_ROUNDS, Measured, Record, Runner
 from planner.comparison.picture import picture_text
 from planner.comparison.report import Row, comparison_table, failures, summarize
 from planner.comparison.same import Deviation
@@ -195,8 +195,9 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
 
 
 @pytest.mark.parametrize(("spread", "rounds"), [(1e-4, LEAST_CLEAR_ROUNDS), (0.5, 12)])
-def test_rounds_end_once_the_ratio_is_known(spread: float, rounds: int) -> None:
-    """With little noise after the fewest, with much after all."""
+@pytest.mark.parametrize("brief", [(), ("b",)])
+def test_rounds_end_once_the_ratio_is_known(spread: float, rounds: int, brief: tuple[str, ...]) -> None:
+    """With little noise after the fewest, with much after all; a brief variant has the fewest blocks, of one step."""
     random = np.random.default_rng(1)
 
     class Made(Runner[BucketVariant]):
@@ -205,8 +206,8 @@ def test_rounds_end_once_the_ratio_is_known(spread: float, rounds: int) -> None:
 
     records = [Record(BucketVariant(name=name, kind="plan")) for name in ("a", "b")]
     runner = Made(Bench(World(), torch.device("cpu")))
-    runner.interleave(records, Rounds(count=12, steps=3, clear=("a", "b")))
-    assert [len(record.step_us) for record in records] == [rounds, rounds]
+    runner.interleave(records, Rounds(count=12, steps=3, brief=brief, clear=("a", "b")))
+    assert [len(record.step_us) for record in records] == [rounds, LEAST_ROUNDS if brief else rounds]
 
 
 def test_who_is_compared() -> None:

@@ -13,6 +13,7 @@ from builders import cluster_document, make, profile_document, two_nodes
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
+from planner.emit.lower import lower
 from planner.ir import GAIN, Dense
 from planner.model.codecs import Wire
 from planner.model.modes import outer_steps, simulate_schedule, step_us
@@ -45,6 +46,14 @@ def test_a_blocking_round_costs_its_message_once_in_h_steps() -> None:
     [round_us] = step.bucket_cost_us([range(4)])
     for every in (1, 8):
         assert step_us(step, make_schedule(step, f"diloco:{every}")) == pytest.approx(COMPUTE_US + round_us / every)
+
+
+def test_blocking_rounds_take_the_mean_of_weights_unless_asked_for_by_name() -> None:
+    step = problem()
+    for name, late, lr in (("outer:1", False, 1.0), ("outer:64", True, 0.7), ("diloco:64", False, 0.7)):
+        outer = lower(step, make_schedule(step, name)).outer
+        assert outer is not None
+        assert (outer.delay_steps > 0, outer.optimizer.lr, outer.optimizer.momentum > 0.0) == (late, lr, lr < 1.0), name
 
 
 def test_a_round_in_flight_costs_what_its_steps_do_not_hide() -> None:
@@ -243,8 +252,11 @@ def test_the_largest_period_is_checked() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2", "outer every=4 delay=2 worker=node"],
-)
+    [
+        "outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2", "outer every=4 delay=2 worker=node",
+        "outer every=4 worker=node mean",
+    ],
+)  # fmt: skip
 def test_text_form(line: str) -> None:
     assert str(OuterSteps.parse(line)) == line
 
