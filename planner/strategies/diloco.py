@@ -5,12 +5,14 @@ Workers are nodes where these have several ranks and the costs of both links are
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE, Bucket, Codec, Dense, Places, Schedule
 from planner.model.modes import step_us
-from planner.model.modes.outer_steps import OuterSteps
+from planner.model.modes.outer_steps import OuterSteps, mode_of
 from planner.model.outer_load import RANK, Worker, average_us, costs_of_nodes, local_us, possible_workers, round_us
 from planner.model.problem import Problem, memoised
 from planner.search.merge import MergeProblem, merge_by_count, merge_exact
@@ -61,13 +63,9 @@ def streaming_diloco(problem: Problem, cut: tuple[int, int] = (USUAL_PERIOD, USU
 
 @memoised
 def best_cut(problem: Problem, every: int, codec: Codec, worker: Worker) -> Schedule:
-    """Return the fewest late steps, then the fewest fragments, whose step is within 0.2 % of the shortest.
-
-    Rounds that block take the mean of weights: DiLoCo's outer optimizer, which no local steps soften there, cost up to
-    60 % of the loss (docs/results/outer.md).
-    """
+    """Return the fewest late steps, then the fewest fragments, whose step is within 0.2 % of the shortest."""
     options = [
-        schedule_of(stops, every, late, codec, worker, inside, mean=late == 0)
+        schedule_of(stops, every, late, codec, worker, inside)
         for late in DELAYS
         if late < every
         for stops in cuts_to_hide(problem, codec, late, worker)
@@ -116,22 +114,26 @@ def cuts_to_hide(problem: Problem, codec: Codec, late: int, worker: Worker) -> l
 
 def schedule_of(
     stops: tuple[int, ...], every: int, late: int, codec: Codec = Dense(), worker: Worker = RANK,  # noqa: B008
-    inside: tuple[int, ...] = (), *, mean: bool = False,
+    inside: tuple[int, ...] = (),
 ) -> Schedule:  # fmt: skip
     """Return fragments that end at these gradients and arrive some steps later; each is one bucket, or divided where a
-    bucket ends that is averaged `inside` of nodes. `mean`: see `OuterSteps.mean`.
+    bucket ends that is averaged `inside` of nodes.
+
+    Rounds that block take the mean of weights: DiLoCo's outer optimizer, which no local steps soften there, cost up to
+    60 % of the loss (docs/results/outer.md).
     """
     edges = sorted({*stops, *inside})
     transport = LIBRARY if codec.exact else TWO_SHOT
     made = Schedule.cut(edges, lambda members: Bucket(tuple(members), transport, codec))
     counts = np.diff(np.searchsorted(edges, (0, *stops), side="right"))
-    return Schedule(buckets=made.buckets, mode=OuterSteps(every, tuple(counts.tolist()), late, worker, mean))
+    return Schedule(buckets=made.buckets, mode=OuterSteps(every, tuple(counts.tolist()), late, worker, mean=late == 0))
 
 
 def named_schedule(problem: Problem, stops: tuple[int, ...], every: int, late: int) -> Schedule:
-    """Return `schedule_of` with whole weights between the fewest workers that there may be."""
+    """Return `schedule_of` with DiLoCo's outer optimizer, and whole weights between the fewest workers there may be."""
     worker = possible_workers(problem)[0]
-    return schedule_of(stops, every, late, worker=worker, inside=next(iter(cuts_inside(problem, worker)), ()))
+    found = schedule_of(stops, every, late, worker=worker, inside=next(iter(cuts_inside(problem, worker)), ()))
+    return replace(found, mode=replace(mode_of(found), mean=False))
 
 
 def cut_evenly(problem: Problem, parts: int) -> tuple[int, ...]:
