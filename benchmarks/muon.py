@@ -146,6 +146,8 @@ def random_problem(seed: int, matrices: int = MATRICES, ranks: int = RANKS) -> P
         )
         for at, (rows, columns) in enumerate(drawn)
     )  # fmt: skip
+    # By whose size planner knows a transformer.
+    gradients += (Gradient(name="norm.weight", layer="norm", numel=width, dtype="float32", backward_us=1.0),)
     backward_us = sum(gradient.backward_us for gradient in gradients)
     compute = ComputeProfile(forward_us=backward_us / 2.0, update_us=backward_us / 20.0, gradients=gradients)
     profile = Profile(model=ModelReference(name="random"), world=ProfileWorld(ranks=ranks), compute=compute)
