@@ -46,8 +46,6 @@ WARMUP_SHARE = 0.1
 """Share of the steps: synchronous first ones."""
 MODELS, HOSTS, GIGABITS = ("gpt2", "bert-base"), 8, (1, 10)
 PERIODS, MAX_PERIOD = (1, 2, 4, 8, 16, 30, 64), 64
-DILOCO, MEAN = OuterOptimizer(), OuterOptimizer(lr=1.0, momentum=0.0)
-"""DiLoCo's, and the mean of workers' weights (local SGD)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Way:
     """Whether rounds are in 8 bits."""
     fragments: int = 1
     late: int = 0
-    optimizer: OuterOptimizer = DILOCO
+    optimizer: OuterOptimizer = outer_steps.DILOCO
 
     @property
     def codec(self) -> Codec:
@@ -74,9 +72,11 @@ WAYS: dict[str, Way | None] = {
     "H = 30": Way(30),
     "H = 30, int8": Way(30, narrow=True),
     "H = 30, int8, 4 fragments, 1 step late": Way(30, narrow=True, fragments=4, late=1),
-    "H = 8, mean": Way(8, optimizer=MEAN),
-    "H = 30, mean": Way(30, optimizer=MEAN),
-    "H = 30, int8, 4 fragments, 1 step late, mean": Way(30, narrow=True, fragments=4, late=1, optimizer=MEAN),
+    "H = 8, mean": Way(8, optimizer=outer_steps.MEAN),
+    "H = 30, mean": Way(30, optimizer=outer_steps.MEAN),
+    "H = 30, int8, 4 fragments, 1 step late, mean": Way(
+        30, narrow=True, fragments=4, late=1, optimizer=outer_steps.MEAN
+    ),
 }
 
 

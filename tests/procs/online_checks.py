@@ -239,16 +239,19 @@ def decided_for_real() -> dict[str, bool]:
     with hurried(None, Decision=candidates.Decision, WORTH_TRYING=-1e9, MOST_TRIALS=2, POLL_S=0.02) as folder:
         side = online(model())
         session = session_of(side)
-        ended, more = False, 3  # steps of what the run goes on with, to be reported
-        for step in range(20_000):
+
+        def train(step: int) -> None:
             with side.no_sync():
                 loss_of(side, 10_000 + step).backward()
             steps(side, range(step, step + 1))
-            story = session._pilot.story if session._pilot else []
-            ended = ended or any(end in line for line in story for end in ENDS)
-            more -= ended
-            if more == 0:
+
+        for step in range(20_000):
+            train(step)
+            if session._pilot and any(end in line for line in session._pilot.story for end in ENDS):
                 break
+        for later in range(step + 1, step + 4):  # right behind a switch no step of the plan has been measured
+            train(later)
+        story = session._pilot.story if session._pilot else []
         text = session.explain(folder.parent / "page.html")
         page = (folder.parent / "page.html").read_text() if dist.get_rank() == 0 else ""
         side.close()
