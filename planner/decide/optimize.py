@@ -73,7 +73,7 @@ def optimize(
         allow: interfaces besides drop-in that the plan may have, by name: with `sharded-step` the optimizer's step is
             sharded (ZeRO-1) where that is predicted 2 % faster, or the whole does not fit into the memory of a rank;
             with `late-gather`, which implies it, weights may be gathered during the next forward; with `outer`,
-            relaxed plans may have outer steps.
+            relaxed plans may have outer steps, in which ranks of a node share the step where `sharded-step` is allowed.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`, as text or as passes.
             Exact passes run first; where lossy plans are allowed, `joint` and `delay` run after them, or what is named
             in their place.
@@ -343,8 +343,10 @@ def _over_sharded(request: Request, exact: Candidate, lossy: Candidate) -> Plan:
     step = shared.updates.step if shared.updates else None
     limit_bytes = None if step is None else step.memory_bytes
     exact = replace(exact, memory_bytes=None if step is None else step.sharded_bytes)
-    lossy = replace(lossy, memory_bytes=sharded.replicated_bytes(problem))
+    lossy = replace(lossy, memory_bytes=lossy.memory_bytes or sharded.replicated_bytes(problem))
     if riskier.accuracy != "exact" and select(problem, [exact, lossy], limit_bytes)[0] is lossy:
+        if riskier.shares_step:
+            return riskier
         why = f"the optimizer's step is not sharded, as it may be: {riskier.accuracy} plans are made without that"
         return replace(riskier, notes=(*riskier.notes, why))
     others = dict(riskier.alternatives or {})

@@ -1,7 +1,8 @@
 """Work of outer steps on compute and network: local steps of a worker, and the round of each bucket between workers.
 
 Ranks as workers send nothing in local steps, and a dense round is both halves of an all-reduce. Nodes as workers
-average gradients over their ranks in every step, each bucket by a reduce-scatter and an all-gather on intra-node links.
+average gradients over their ranks in every step, each bucket by a reduce-scatter and an all-gather on intra-node links;
+where its ranks share the optimizer's step, weights are gathered behind it in place of gradients.
 In a round each rank sends its part of the node's message to the owners of that part, and all ranks gather what owners
 send back.
 
@@ -30,8 +31,10 @@ from planner.model.spending import spending
 from planner.model.step import Exchange, exchange_step_us
 from runtime.plan.transports import TWO_SHOT
 
-Worker = Literal["node", "rank"]
+Worker = Literal["node", "sharded-node", "rank"]
 NODE: Worker = "node"
+SHARDED_NODE: Worker = "sharded-node"
+"""A node whose ranks share the optimizer's step."""
 RANK: Worker = "rank"
 
 
@@ -44,7 +47,7 @@ def possible_workers(problem: Problem) -> tuple[Worker, ...]:
 
 def costs_of_nodes(problem: Problem, worker: Worker) -> NodeCosts | None:
     """Return the costs of nodes that are workers; None where ranks are, as on nodes of one rank."""
-    return problem.node_costs if worker == NODE else None
+    return None if worker == RANK else problem.node_costs
 
 
 def average_us(problem: Problem, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -54,13 +57,34 @@ def average_us(problem: Problem, sizes: NDArray[np.float64]) -> NDArray[np.float
     return costs.scatter.times_us(sizes) + costs.gather.times_us(sizes)
 
 
+def scatter_us(problem: Problem, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the time of reduce-scattering messages of these bytes over the ranks of a node, elementwise."""
+    costs = problem.node_costs
+    assert costs is not None
+    return costs.scatter.times_us(sizes)
+
+
+def exchange_inside(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> Exchange:
+    """Return the messages of a local step with these buckets, and the update behind them; a rank has no messages."""
+    costs, members = costs_of_nodes(problem, worker), [bucket.gradients for bucket in buckets]
+    if costs is None:
+        return Exchange((), (), problem.update_us)
+    if worker == NODE:
+        costs_us = problem.bucket_cost_us(members, lambda sizes: average_us(problem, sizes))
+        return Exchange(["all_reduce"] * len(members), costs_us, problem.update_us)
+    ranks = problem.cost.cluster.ranks_per_node
+    costs_us = list(problem.bucket_cost_us(members, lambda sizes: scatter_us(problem, sizes)))
+    costs_us[-1] += float(costs.gather.times_us(np.array(float(ranks * problem.count))))  # which gradients came
+    gathers_us = problem.bucket_cost_us(members, costs.gather.times_us)
+    return Exchange([REDUCE_SCATTER] * len(members), costs_us, problem.update_us / ranks, gathers_us)
+
+
 def local_us(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> float:
     """Return the length of a local step with these buckets: without communication between workers."""
-    if costs_of_nodes(problem, worker) is None:
-        return problem.compute_end_us + problem.update_us
-    members = [bucket.gradients for bucket in buckets]
-    costs_us = problem.bucket_cost_us(members, lambda sizes: average_us(problem, sizes))
-    return exchange_step_us(problem, buckets, Exchange(["all_reduce"] * len(members), costs_us, problem.update_us))
+    exchange = exchange_inside(problem, worker, buckets)
+    if not exchange.collectives:
+        return problem.compute_end_us + exchange.end_us
+    return exchange_step_us(problem, buckets, exchange)
 
 
 def round_of(problem: Problem, worker: Worker, bucket: Bucket) -> Spending:

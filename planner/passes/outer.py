@@ -4,8 +4,9 @@ Legal for relaxed plans, where `outer` is allowed. For every period H and delay 
 fragments, whose messages take least longer than t steps; t is the smallest number of steps whose step is within 0.2 %
 of the shortest. H is the smallest whose predicted step is within 2 % of one without communication between workers, for
 fewer local steps harm less; 8 bits are taken where they allow a smaller H, or make the step shorter where no H is
-sufficient. Workers are nodes, if these have several ranks; ranks, which are more workers, have to make the step 2 %
-shorter. Asks the cost model for all-reduces of ranges of gradients, and for their halves inside and between nodes.
+sufficient. Workers are nodes, if these have several ranks; ranks that share a node's step, where that is allowed, and
+ranks as workers, which are more, have to make the step 2 % shorter, or to fit where others do not. Asks the cost model
+for all-reduces of ranges of gradients, and for their halves inside and between nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from planner.ir import GAIN, Codec, Dense, Schedule
 from planner.model.codecs import Wire
 from planner.model.compression import NARROWED
 from planner.model.modes import outer_steps, sharded, step_us
-from planner.model.outer_load import NODE, RANK, Worker, possible_workers
+from planner.model.outer_load import NODE, RANK, SHARDED_NODE, Worker, possible_workers
+from planner.model.owned import whole_gradients
 from planner.model.problem import Problem
 from planner.passes.base import Bound, Candidate, Pass, check_count
 from planner.passes.joint import Codecs, compress_of
@@ -46,6 +48,10 @@ class Outer(Pass):
     """Names of encodings, as for `joint`; 8 bits are looked at where `wire` is among them."""
     memory_mib: float = 0.0
     """Memory of a rank; 0: what the profile has. Encodings that need more are left out."""
+    step: str = "never"
+    """Whether ranks of a node that is a worker may share the optimizer's step: `auto`, or `never`."""
+
+    known_values: ClassVar = {"step": ("auto", "never")}
 
     @property
     def codecs(self) -> Codecs:
@@ -67,7 +73,7 @@ class Outer(Pass):
                 why_not=f"outer steps: nothing to gain, stay synchronous: the exact step of {ms(now_us)} is within "
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
-        workers, limit_bytes = possible_workers(problem), sharded.memory_bytes(problem, self.memory_mib) or math.inf
+        workers, limit_bytes = self._workers(problem), sharded.memory_bytes(problem, self.memory_mib) or math.inf
         every = {
             (worker, name): smallest_period(problem, codec, largest, worker)
             for worker in workers
@@ -82,19 +88,29 @@ class Outer(Pass):
             for worker in workers
             if (of_worker := [one for (who, _), one in found.items() if who == worker])
         ]
-        # A larger H would shorten the step of the fewest workers to one without communication between them.
-        least_us = outer_steps.alone_us(problem, best[0]) if _near(problem, best[0]) else step_us(problem, best[0])
-        chosen = best[-1] if step_us(problem, best[-1]) <= least_us * (1.0 - GAIN) else best[0]
+        chosen = best[0]
+        for other in best[1:]:
+            # A larger H would shorten the step of the fewest workers to one without communication between them.
+            least_us = outer_steps.alone_us(problem, chosen) if _near(problem, chosen) else step_us(problem, chosen)
+            if step_us(problem, other) <= least_us * (1.0 - GAIN):
+                chosen = other
         if not step_us(problem, chosen) < now_us:
             return Candidate(schedule=schedule)
         return Candidate(
             schedule=chosen,
+            memory_bytes=needed_bytes(problem, chosen) or None,
             notes=(*worker_notes(problem, chosen, best), *notes(problem, chosen, largest, found)),
             bound=Bound(
                 step_us=alone_us, method="each period simulated with several cuts",
                 note="the bound is a step without communication",
             ),
         )  # fmt: skip
+
+    def _workers(self, problem: Problem) -> tuple[Worker, ...]:
+        """Return what may be a worker; of equal parts of a step every element has to be updated by itself."""
+        found = possible_workers(problem)
+        shares = self.step == "auto" and sharded.can_share(problem) and not whole_gradients(problem)
+        return (NODE, SHARDED_NODE, RANK) if NODE in found and shares else found
 
     def _encodings(self, problem: Problem) -> dict[str, Codec]:
         found: dict[str, Codec] = {"dense": Dense()}
@@ -118,6 +134,8 @@ def needed_bytes(problem: Problem, schedule: Schedule) -> int:
     fragments = outer_steps.fragments_of(schedule)
     largest = max(sum(int(wide[list(schedule.buckets[one].gradients)].sum()) for one in ones) for ones in fragments)
     known = sharded.replicated_bytes(problem)
+    if outer_steps.mode_of(schedule).worker == SHARDED_NODE:
+        known = sharded.sharded_bytes(problem, schedule, problem.cost.cluster.ranks_per_node)
     return 0 if known is None else known + math.ceil(copies * float(wide.sum())) + largest
 
 
@@ -157,7 +175,7 @@ def worker_notes(problem: Problem, chosen: Schedule, best: Sequence[Schedule]) -
     cluster, mode = problem.cost.cluster, outer_steps.mode_of(chosen)
     if cluster.ranks_per_node == 1:
         return []
-    who = f"the {cluster.nodes} nodes" if mode.worker == NODE else f"the {cluster.ranks} ranks"
+    who = f"the {cluster.ranks} ranks" if mode.worker == RANK else f"the {cluster.nodes} {_NAMES[mode.worker]}"
     if problem.node_costs is None:
         why = "all share one node" if cluster.nodes == 1 else "costs of intra-node and inter-node links are not known"
         return [f"workers are {who}: {why}"]
@@ -167,9 +185,16 @@ def worker_notes(problem: Problem, chosen: Schedule, best: Sequence[Schedule]) -
         memory = f", {mib(need)} a rank" if need else ""
         inside_us = outer_steps.alone_us(problem, one) - outer_steps.compute_us(problem)
         averages = f", {ms(inside_us)} of it to average inside nodes" if mode.worker == NODE else ""
-        times.append(f"with {mode.worker}s {ms(step_us(problem, one))} a step{averages} (H = {mode.every}{memory})")
-    rule = f"ranks, which are more workers, have to save {GAIN:.0%}" if best[1:] else "others do not fit into memory"
+        times.append(
+            f"with {_NAMES[mode.worker]} {ms(step_us(problem, one))} a step{averages} (H = {mode.every}{memory})"
+        )
+    rule = f"each has to save {GAIN:.0%} over those before it" if best[1:] else "others do not fit into memory"
     return [f"workers are {who}: {' and '.join(times)}; {rule}"]
+
+
+_NAMES: Mapping[Worker, str] = {
+    NODE: "nodes", SHARDED_NODE: "nodes whose ranks share the optimizer's step", RANK: "ranks"
+}  # fmt: skip
 
 
 def notes(problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple[Worker, str], Schedule]) -> list[str]:
@@ -191,7 +216,7 @@ def notes(problem: Problem, chosen: Schedule, largest: int, found: Mapping[tuple
     return [
         f"outer steps: workers train alone, and fragments of their weights are averaged after every {mode.every} steps",
         f"mean step by H, simulated: {times}; H = {mode.every} is {near} within {GAIN:.0%} of {ms(alone_us)} without "
-        f"communication{' between nodes' if mode.worker == NODE else ''}",
+        f"communication{'' if mode.worker == RANK else ' between nodes'}",
         f"{pluralize(len(mode.fragments), 'fragment')}, cut between layers by the merge search, taken "
         f"{pluralize(mode.late, 'step')} later: fewer, or earlier, make the step longer by more than "
         f"{NEAR_SHORTEST:.1%}",

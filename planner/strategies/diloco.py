@@ -6,6 +6,7 @@ Workers are nodes where these have several ranks and the costs of both links are
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,17 @@ from numpy.typing import NDArray
 from planner.ir import TIE, Bucket, Codec, Dense, Places, Schedule
 from planner.model.modes import step_us
 from planner.model.modes.outer_steps import OuterSteps, mode_of
-from planner.model.outer_load import RANK, Worker, average_us, costs_of_nodes, local_us, possible_workers, round_us
+from planner.model.outer_load import (
+    RANK,
+    SHARDED_NODE,
+    Worker,
+    average_us,
+    costs_of_nodes,
+    local_us,
+    possible_workers,
+    round_us,
+    scatter_us,
+)
 from planner.model.problem import Problem, memoised
 from planner.search.merge import MergeProblem, merge_by_count, merge_exact
 from planner.strategies.strategy import Argument, strategy, whole
@@ -79,13 +90,15 @@ def best_cut(problem: Problem, every: int, codec: Codec, worker: Worker) -> Sche
 
 @memoised
 def cuts_inside(problem: Problem, worker: Worker) -> list[tuple[int, ...]]:
-    """Return the best merge of buckets that are averaged inside of nodes, as one past the last gradient of each; none
-    where ranks are workers.
+    """Return the best merges of buckets that are averaged inside of nodes, as one past the last gradient of each; none
+    where ranks are workers. Where ranks of a node share the step, backward hides half of an average.
     """
     if (costs := costs_of_nodes(problem, worker)) is None:
         return []
     rises = costs.scatter.curve.non_decreasing and costs.gather.curve.non_decreasing
-    return [merge_exact(MergeProblem.of(problem, lambda sizes: average_us(problem, sizes), rises)).stops]
+    hidden = (average_us, scatter_us) if worker == SHARDED_NODE else (average_us,)
+    found = [merge_exact(MergeProblem.of(problem, partial(time_us, problem), rises)).stops for time_us in hidden]
+    return list(dict.fromkeys(found))
 
 
 @memoised

@@ -33,17 +33,18 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
     # The fallback, too: a run may continue with it.
     for one in (plan, plan.fallback) if plan.fallback is not None else (plan,):
         mode = asked_modes(one)[0]
-        if mode.owns_step is not None and len(optimizers) > 1 and not mode.several:
+        owned = mode.owned_step(one)
+        if owned is not None and len(optimizers) > 1 and not mode.several:
             return (
-                f"the plan {mode.owns_step}, but found {len(optimizers)} optimizers ({names_of(optimizers)}), expected "
+                f"the plan {owned}, but found {len(optimizers)} optimizers ({names_of(optimizers)}), expected "
                 f"one: put all parameters into one optimizer, or plan without"
             )
         listed = given if isinstance(given, Sequence) else (given,)
         wrapper = next((found for found in listed if all(found is not inner for inner in optimizers)), None)
-        if mode.owns_step is not None and wrapper is not None:
+        if owned is not None and wrapper is not None:
             inside = "" if optimizer is None else f" around {type(optimizer).__name__}"
             return (
-                f"the plan {mode.owns_step}, but found {type(wrapper).__name__}, a wrapper{inside}, whose own part in "
+                f"the plan {owned}, but found {type(wrapper).__name__}, a wrapper{inside}, whose own part in "
                 f"the step nobody else knows; expected the torch.optim.Optimizer itself: give attach the one inside if "
                 f"the wrapper changes neither weights nor gradients, or plan without"
             )
@@ -93,7 +94,7 @@ def _check_operator(
 def holders_of(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
     """Return optimizer and group of each parameter of a plan whose ranks share the optimizer's work; else nothing."""
     operator = plan.updates.operator if plan.updates is not None else None
-    if not plan.sharded and (operator is None or not operator.owners):
+    if not plan.shares_step and (operator is None or not operator.owners):
         return ()
     places = {
         id(p): f"group {number} of {type(one).__name__} at position {position}"

@@ -56,7 +56,6 @@ class Delayed(Mode, StepHooks):
     name = DELAY
     what = "a delay"
     relaxed = True
-    owns_step = "has a delay, for which owners of the weights do the optimizer's step"
     late_reason = "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"
     aside_reason = (
         "the session has a delay, so that ranks have weights of their own; expected one without: attach an exact plan, "
@@ -72,6 +71,10 @@ class Delayed(Mode, StepHooks):
     )
     lingers = True
     has_workers = True
+
+    @classmethod
+    def owned_step(cls, plan: Plan) -> str | None:
+        return "has a delay, for which owners of the weights do the optimizer's step"
 
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:

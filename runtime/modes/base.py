@@ -111,9 +111,6 @@ class Mode:
     """Whether plans have to say that their accuracy is relaxed."""
     attach_reason: ClassVar[str | None] = None
     """Reason why no session can train in this mode; None: sessions can."""
-    owns_step: ClassVar[str | None] = None
-    """Work that it does in place of the optimizer's step, as what follows "the plan": no wrapper may do a part of it.
-    """
     several: ClassVar[bool] = False
     """Whether several optimizers may take their steps where it owns them."""
     late_reason: ClassVar[str | None] = None
@@ -154,6 +151,13 @@ class Mode:
         if nodes == ranks or not cls.has_workers:
             return None
         return nodes_problem(f"the plan has {cls.what} between {nodes} nodes", (nodes,), ranks, topology)
+
+    @classmethod
+    def owned_step(cls, plan: Plan) -> str | None:
+        """Return the work that it does in place of the optimizer's step, as what follows "the plan", of which no
+        wrapper may do a part; None: there is none.
+        """
+        return None
 
     @property
     def synchronous_plan(self) -> Plan:

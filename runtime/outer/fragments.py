@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.comm.by_device import make_communicator
 from runtime.comm.collectives import collective_of
@@ -14,41 +14,21 @@ from runtime.comm.collectives.direct import by_message, library_all_reduce
 from runtime.comm.communicator import Communicator, NullCommunicator
 from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
-from runtime.core.buckets import BucketBuffer, make_plain_buckets
+from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.core.usage import UsageFlags
 from runtime.errors import CommunicationError
 from runtime.modes.base import Host
 from runtime.outer.period import Period
 from runtime.outer.rounds import BucketRound, BufferRound, CompressedRound, DenseRound, floating, mix_into
 from runtime.plan import Plan
+from runtime.sharded.sharded import Sharded
 from runtime.sparse.layout import make_buckets, make_lossy
-from runtime.sparse.residuals import ErrorFeedbackState, State
+from runtime.sparse.residuals import ErrorFeedbackState
 
 BLOCKS = (
     "rounds of this plan block behind the step (outer.delay_steps 0, or every 1): where a worker leaves out its "
     "optimizer's step, call session.wait_for_weights() in its place, or plan with delay_steps of 1 or more"
 )
-
-
-class WorkerResiduals(ErrorFeedbackState):
-    """Residuals of synchronous buckets, which follow with a worker's own gradients: whole, not times 1/workers."""
-
-    workers = 1
-    """Number of workers."""
-
-    def state(self) -> State:
-        """See `ErrorFeedback.state`: times 1/workers, as synchronous steps have them."""
-        return self._scaled(super().state(), 1.0 / self.workers)
-
-    def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Load residuals of synchronous steps, times the number of workers."""
-        super().load_state(self._scaled(state, float(self.workers)), parameters)
-
-    @staticmethod
-    def _scaled(state: State, factor: float) -> State:
-        residuals = {name: part * factor for name, part in state.get("residuals", {}).items()}
-        return {**state, "residuals": residuals} if state else {}
 
 
 class Fragment:
@@ -90,17 +70,18 @@ class Fragments:
         assert plan.outer is not None
         self._host, self._spec, self._period, self._node = host, plan.outer, period, node
         self._parameters = {name: host.parameters[name] for name in plan.gradients}
-        buckets, flags, inside = self._buckets_inside(synchronous)
-        carried = WorkerResiduals(buckets, {}, host.options.loss_scale)
-        carried.workers = host.world.ranks // node.ranks
-        launcher = AllReduce(buckets, flags, inside, carried, host.recorder, exact=True)
-        self.exchange = Exchange(synchronous, host.parameters, buckets, launcher, carried, host.recorder)
+        self.sharded = Sharded(synchronous, host, node) if plan.outer.sharded_step else None
+        """The optimizer's step of this worker, where its ranks share it."""
+        self.exchange = self._exchange_inside(synchronous) if self.sharded is None else self.sharded.make_exchange()
         """Average of gradients inside of this worker."""
+        carried = self.exchange.carried
+        assert isinstance(carried, ErrorFeedbackState)
+        carried.workers = host.world.ranks // node.ranks
         collectives = [by_message if bucket.dense else collective_of(bucket) for bucket in plan.buckets]
         self._communicator = make_communicator(
             messages, [*collectives, library_all_reduce], host.device, across_steps=True
         )
-        self._rounds = self._make_rounds(plan, buckets)
+        self._rounds = self._make_rounds(plan)
         """Rounds of each bucket, in plan order."""
         self.take(self.weights())
         self._buffers = BufferRound(len(plan.buckets), host.world, self._communicator, host.device)
@@ -110,28 +91,36 @@ class Fragments:
             for names in map(set, plan.outer.fragments_of(plan.gradients))
         ]
 
-    def _buckets_inside(self, plan: Plan) -> tuple[list[BucketBuffer], UsageFlags | None, Communicator]:
-        """Return the plan's buckets, dense, with what averages them over the ranks of this worker."""
+    def _exchange_inside(self, plan: Plan) -> Exchange:
+        """Return an exchange of the plan's buckets, dense, that averages them over the ranks of this worker."""
         host, node = self._host, self._node
+        communicator: Communicator = NullCommunicator()
         if node.ranks == 1:
-            return make_plain_buckets(plan, host.parameters), None, NullCommunicator()
-        buckets, flags, _ = make_buckets(plan, host.parameters, node.ranks)
-        return buckets, flags, make_communicator(node, [library_all_reduce] * len(buckets), host.device, host.world)
+            buckets, flags = make_plain_buckets(plan, host.parameters), None
+        else:
+            buckets, flags, _ = make_buckets(plan, host.parameters, node.ranks)
+            communicator = make_communicator(node, [library_all_reduce] * len(buckets), host.device, host.world)
+        carried = ErrorFeedbackState(buckets, {}, host.options.loss_scale)
+        launcher = AllReduce(buckets, flags, communicator, carried, host.recorder, exact=True)
+        return Exchange(plan, host.parameters, buckets, launcher, carried, host.recorder)
 
-    def _make_rounds(self, plan: Plan, inside: Sequence[BucketBuffer]) -> list[BucketRound]:
+    def _make_rounds(self, plan: Plan) -> list[BucketRound]:
         host, optimizer, rounds = self._host, self._spec.optimizer, list[BucketRound]()
+        # Those of the exchange have other messages where the step is shared, and gradients where one is encoded.
         lossy = any(not one.dense for one in plan.buckets)
-        compressed = make_plain_buckets(plan, host.parameters) if lossy else ()
+        apart = lossy or self.sharded is not None
+        buckets = make_plain_buckets(plan, host.parameters) if apart else self.exchange.buckets
         peers: Sequence[int] = range(host.world.ranks)
         if self._node.ranks > 1:  # those that have this rank's place on their nodes
             peers = host.topology.cross_node_groups[host.topology.local_rank(host.world.rank)]
         for index, planned in enumerate(plan.buckets):
+            bucket, native = buckets[index], planned.transport.native
             if planned.dense:
-                bucket = inside[index]
+                for message in bucket.messages if apart else ():
+                    message.storage.resize_(0)
                 dense = DenseRound(bucket, self._parameters, optimizer, host.world, self._communicator, peers)
                 rounds.append(dense)
                 continue
-            bucket, native = compressed[index], planned.transport.native
             made = make_lossy(bucket, planned.compressor, host.world.ranks, rank=host.world.rank, native=native)
             if self._node.ranks > 1 and not native:  # a backend's own all-reduce passes each link once as it is
                 made.packed.send_once(host.topology, host.world.rank)

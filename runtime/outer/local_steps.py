@@ -4,6 +4,9 @@
     local     `.grad`s are a worker's own, or of a node's ranks; behind local step s the fragments that are due leave
               (`runtime.outer.fragments`), and t steps later a worker's weights are mixed with the new anchor
 
+Where ranks of a node share the optimizer's step, all ranks do so in the warm-up: the optimizer's state is cut anew when
+local steps begin.
+
 Local steps are counted by exchanges, which are the same on all ranks, not by optimizer's steps, which a GradScaler may
 leave out on some. What is due behind a step is done behind `optimizer.step()`, or where that was left out, before the
 next forward. Sources: DiLoCo (Douillard et al., arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512); with an outer
@@ -13,7 +16,7 @@ rate of 1 and no momentum, local SGD (Stich, arXiv 1805.09767).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,14 +27,17 @@ from runtime.comm.world import World
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.core.exchange import Exchange
 from runtime.errors import InputError
-from runtime.modes.base import Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks, check_one_dtype, make_on_all_ranks, warn_of_scales
+from runtime.monitor.step_report import StepReport
 from runtime.outer import saved_state
 from runtime.outer.averages import average_optimizer, mean_over
 from runtime.outer.fragments import Fragments
 from runtime.outer.period import Period
 from runtime.outer.saved_state import copied
-from runtime.plan import Plan
+from runtime.plan import HINT, Plan, StepPlan, UpdatePlan
 from runtime.plan.combinations import OUTER
+from runtime.sharded.gradient import PartialTensor
+from runtime.sharded.sharded import Sharded
 from runtime.sparse.compressed import all_finite
 from runtime.torch_compat import OUTSIDE, current_backward_id
 
@@ -44,6 +50,7 @@ class Outer(Mode, StepHooks):
     relaxed = True
     lingers = True
     has_workers = True
+    several = True
     aside_reason = (
         "the session has outer steps, so that workers have weights of their own; expected one without: attach an exact "
         "plan, and name the one with outer steps in this call"
@@ -62,6 +69,11 @@ class Outer(Mode, StepHooks):
         assert plan.outer is not None
         if problem := plan.outer.problem_in(plan.buckets):
             return problem
+        if plan.outer.sharded_step and (plan.world.nodes or plan.world.ranks) == plan.world.ranks:
+            return (
+                f"the plan's outer.sharded_step: found true where each rank is a worker, expected nodes of several "
+                f"ranks as workers, which share the optimizer's step: leave it out, or {HINT}"
+            )
         return check_one_dtype(plan, parameters, "but has one anchor")
 
     @classmethod
@@ -70,7 +82,8 @@ class Outer(Mode, StepHooks):
     ) -> str | None:
         optimizer = next((one for one in optimizers if isinstance(one, DECIDE_BY_LOSS)), None)
         if optimizers and optimizer is None:
-            return None
+            shares = plan.shares_step
+            return Sharded.check_optimizer(plan.with_dense_buckets(), optimizers, planned) if shares else None
         found = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, which averages losses over ranks"
         return (
             f"the plan has outer steps, which follow the steps of each worker's optimizer, but found {found}; expected "
@@ -78,10 +91,15 @@ class Outer(Mode, StepHooks):
             f"outer"
         )
 
+    @classmethod
+    def owned_step(cls, plan: Plan) -> str | None:
+        return Sharded.owned_step(plan) if plan.shares_step else None
+
     @property
     def synchronous_plan(self) -> Plan:
         """See `Mode.synchronous_plan`: all buckets dense."""
-        return replace(self.plan.with_dense_buckets(), accuracy="exact", outer=None)
+        updates = UpdatePlan(step=StepPlan(sharded=True)) if self.spec.sharded_step else self.plan.updates
+        return replace(self.plan.with_dense_buckets(), accuracy="exact", outer=None, updates=updates)
 
     def __init__(self, plan: Plan, host: Host) -> None:
         """Prepare the mode; groups are made when it begins, for a switch may yet be refused."""
@@ -102,6 +120,8 @@ class Outer(Mode, StepHooks):
         """The ranks of this worker: this rank, or those of its node."""
         self.fragments: Fragments | None = None
         """None while steps are synchronous."""
+        self._sharded: Sharded | None = None
+        """The optimizer's step that all ranks share, or those of a node; None: each updates all of its weights."""
         self._begun: int | None = None
         """Number of steps at which local ones began; None: they have not."""
         self._done = host.step
@@ -127,8 +147,21 @@ class Outer(Mode, StepHooks):
         if torch.is_grad_enabled() and self.host.model.training and current_backward_id() == OUTSIDE:
             self._advance(self.host.step)
 
+    @property
+    def _step_hooks(self) -> StepHooks:
+        return NO_HOOKS if self._sharded is None else self._sharded.hooks
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._step_hooks.begin_step(optimizer)
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        return self._step_hooks.before_step(optimizer, arguments, keywords)
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """See `StepHooks.after_step`: of several optimizers the last one counts."""
+        self._step_hooks.after_step(optimizer)
         self._stepped += 1
         if self._stepped >= len(self.host.optimizers):
             self._advance(self.host.step)
@@ -168,14 +201,17 @@ class Outer(Mode, StepHooks):
         """See `Mode.go_on`. Others, which block behind their steps, need not wait for a forward of this worker where it
         is going to leave its step out.
         """
-        super().go_on()
+        if self.over:
+            self.end()
+            self._train_together()
         if self.fragments is not None and self.fragments.late == 0:
             self._launch_early(overflowed=True)
 
     def _overflows(self) -> bool:
         """Tell whether gradients of each optimizer are not finite."""
         for optimizer in self.host.optimizers:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            found = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            gradients = [one.part if isinstance(one, PartialTensor) else one for one in found]
             if not gradients or bool(torch.stack([all_finite(one) for one in gradients]).all()):
                 return False
         return True
@@ -192,6 +228,29 @@ class Outer(Mode, StepHooks):
 
     # Stages.
 
+    def make_exchange(self) -> Exchange:
+        """See `Mode.make_exchange`: of steps that are synchronous."""
+        if not self.spec.sharded_step:
+            return super().make_exchange()
+        self._sharded = Sharded(self.synchronous_plan, self.host)
+        return self._sharded.make_exchange()
+
+    def _train_together(self) -> None:
+        """Continue with synchronous steps, from the same weights and optimizer's state on all ranks."""
+        exchange = self.make_exchange()
+        self.host.put(exchange)
+        self._share_step(exchange)
+
+    def _share_step(self, exchange: Exchange) -> None:
+        if self._sharded is not None:
+            self._sharded.begin(exchange)
+
+    def _end_shared_step(self) -> None:
+        """Give ranks that share the step the optimizer's whole state, and whole gradients; all of them call this."""
+        sharded, self._sharded = self._sharded, None
+        if sharded is not None:
+            sharded.end()
+
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: where the warm-up is over, workers are alone from the next step on. If the guard watches
         and has not seen it, some more steps are synchronous.
@@ -199,16 +258,16 @@ class Outer(Mode, StepHooks):
         self._done = self.host.step
         if self.host.options.guard:
             self._warmup_steps = self.spec.local_after(self.host.step)
-        if self.host.step >= self._warmup_steps:
-            self._begin(self.host.step)
+        if self.host.step < self._warmup_steps or not self._begin(self.host.step):
+            self._share_step(exchange)
 
     @property
     def _workers(self) -> int:
         """Number of nodes, or of ranks where these are the workers."""
         return self.plan.world.nodes or self.host.world.ranks
 
-    def _begin(self, step: int) -> None:
-        """Let each worker have weights of its own after this number of steps, if all have memory for it."""
+    def _begin(self, step: int) -> bool:
+        """Let each worker have weights of its own after this number of steps; False where one lacks memory for it."""
         host = self.host
         self._messages = host.world.split([range(host.world.ranks)])
         if self._workers < host.world.ranks:
@@ -217,10 +276,14 @@ class Outer(Mode, StepHooks):
         self.fragments = make_on_all_ranks(self._lay_out, host.world, "beginning local steps", warning)
         if self.fragments is None:
             self._ended = True
-            return
+            return False
         self._begun, distances = step, self.period.distances
         distances.base = host.world.gather(distances.base, "beginning local steps")[0]
+        self._end_shared_step()
+        self._sharded = self.fragments.sharded
         host.put(self.fragments.exchange)
+        self._share_step(self.fragments.exchange)
+        return True
 
     def _lay_out(self) -> Fragments:
         return Fragments(self.plan, self.synchronous_plan, self.host, self.period, self._messages, self._node)
@@ -231,6 +294,7 @@ class Outer(Mode, StepHooks):
 
         Where the optimizer's step of the last backward is yet to come, gradients are averaged, too: it is synchronous.
         """
+        self._end_shared_step()
         if self.fragments is None:
             self._ended = True
             return
@@ -304,6 +368,7 @@ class Outer(Mode, StepHooks):
     def close(self) -> None:
         self._launch_early()  # others may wait for it
         self._release()
+        self._end_shared_step()
         if self._begun is not None:
             self._messages.leave()
             self._node.leave()
@@ -314,10 +379,20 @@ class Outer(Mode, StepHooks):
             self.fragments.close()
         self.fragments = None
 
+    def report(self) -> StepReport | None:
+        return None if self._sharded is None else self._sharded.report()
+
     # Checkpoints.
 
+    def whole_optimizer_state(self) -> AbstractContextManager[None]:
+        """See `Mode.whole_optimizer_state`: of this worker."""
+        shared = self._sharded
+        return super().whole_optimizer_state() if shared is None else shared.whole_optimizer_state()
+
     def state(self) -> dict[str, Any]:
-        """See `Mode.state`; copies. Waits for rounds in flight. Raises InputError: the session is detached."""
+        """See `Mode.state`; copies. Waits for rounds in flight, and for the other ranks of a node that share its step.
+        Raises InputError: the session is detached.
+        """
         if self._begun is not None and self.fragments is None and not self._ended:
             raise InputError(
                 "state_dict: the session is detached; expected one with its weights: call it before detach"
@@ -332,10 +407,11 @@ class Outer(Mode, StepHooks):
             return super().state() | {"rank": self.host.world.rank, "outer": state}
         self.fragments.complete()
         weights, buffers = self._aside or (self.fragments.weights(), self.host.synced_buffers())
+        with self.whole_optimizer_state():
+            optimizers = [optimizer.state_dict() for optimizer in self.host.optimizers]
         state |= self.fragments.state() | {
             "begun": self._begun, "done": self._done, "workers": self._workers,
-            "weights": dict(weights), "buffers": list(buffers),
-            "optimizers": [optimizer.state_dict() for optimizer in self.host.optimizers],
+            "weights": dict(weights), "buffers": list(buffers), "optimizers": optimizers,
         }  # fmt: skip
         return super().state() | {"rank": self.host.world.rank, "outer": copied(state)}
 
@@ -379,7 +455,8 @@ class Outer(Mode, StepHooks):
                 self._begin(step)
         elif ended:
             self._release()
-            self.host.put(self.make_exchange())
+            self._end_shared_step()
+            self._train_together()
         else:
             self._begun = step
             self.fragments.take(self.fragments.weights())

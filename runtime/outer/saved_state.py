@@ -85,6 +85,7 @@ def states_of(given: Any, rank: int, ranks: int) -> list[dict[str, Any]] | None:
 def other_layout(state: Mapping[str, Any], spec: OuterSpec, plan: Plan) -> str | None:
     """Return how the layout of a state differs from that of a plan; None: it does not."""
     before, now = state["spec"], asdict(spec)
+    del now["sharded_step"]  # states of optimizers are saved whole
     if (key := next((key for key in now if before.get(key) != now[key]), None)) is not None:
         return f"another layout (outer.{key} {before.get(key)!r}, here {now[key]!r})"
     return None if state["buckets"] == buckets_of(plan) else "another layout of buckets"

@@ -411,6 +411,11 @@ class Plan(Document):
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
 
     @property
+    def shares_step(self) -> bool:
+        """Return whether all ranks, or those of a node that is a worker, share the optimizer's step."""
+        return self.sharded or (self.outer is not None and bool(self.outer.sharded_step))
+
+    @property
     def owners(self) -> dict[str, int]:
         """Return the rank that updates each whole parameter of a shared step, where it has one."""
         step = self.updates.step if self.updates else None
@@ -661,7 +666,13 @@ def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
             f"made for it ({page('concepts/sharded-step')}), or leave weights out"
         )
     both = {path: plan} | ({} if plan.fallback is None else {f"{path}.fallback": plan.fallback})
-    asking = {where: SHARDED_STEP if one.gathers is None else LATE_GATHER for where, one in both.items() if one.sharded}
+    asking = {
+        f"{where}.{'updates.step' if one.sharded else 'outer.sharded_step'}": LATE_GATHER
+        if one.gathers
+        else SHARDED_STEP
+        for where, one in both.items()
+        if one.shares_step
+    }
     where, name = next(
         ((where, name) for where, name in asking.items() if name not in granted(plan.interfaces)), ("", "")
     )
@@ -670,7 +681,7 @@ def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
     drop_in = DROP_IN if plan.interface is not None else f"no interface, so {DROP_IN}"
     what, how = _ASKING[name]
     return (
-        f"{path}.interface: found {', '.join(plan.interfaces) or drop_in}, beside {where}.updates.step, where {what}; "
+        f"{path}.interface: found {', '.join(plan.interfaces) or drop_in}, beside {where}, where {what}; "
         f'expected ["{name}"]: add that if the script is made for it, or make the plan again with `planner optimize`, '
         f"which {how} with --allow {name} alone"
     )

@@ -48,6 +48,8 @@ class OuterSpec(Record):
     optimizer: OuterOptimizer = OuterOptimizer()
     warmup_steps: Count = 0
     """Synchronous steps before local ones, counted from the beginning of the run; see `local_after`."""
+    sharded_step: bool | None = None
+    """Whether ranks of a node that is a worker share the optimizer's step, each updating its part of the weights."""
 
     def fragments_of(self, gradients: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """Return the fragments of a plan with these gradients."""

@@ -24,9 +24,8 @@ from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
-from runtime.core.options import AttachOptions
 from runtime.errors import InputError
-from runtime.monitor.recorder import Recorder
+from runtime.modes.base import Host
 from runtime.plan import Plan, PlanBucket
 from runtime.sharded.gradient import ShardedGradient, whole_norms
 from runtime.sharded.narrow import CarriedUsage, NarrowPart
@@ -41,15 +40,17 @@ class ReduceScatter(Launcher):
 
     usage: CarriedUsage
 
-    def __init__(
-        self, plan: Plan, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device,
-        options: AttachOptions,
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: Plan, buckets: Sequence[BucketBuffer], host: Host, world: World) -> None:
         """Lay out memory for weights; of the plan's `buckets` every message is as long as `padded_length` says.
-        `options`: of the session; residuals follow the loss scale and the learning rate.
+
+        Args:
+            plan: which weights are rounded, which have owners, and how buckets are sent.
+            buckets: of the plan.
+            host: the session, whose loss scale and learning rate residuals follow.
+            world: the ranks that share the step.
         """
-        self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
-        self.communicator = make_communicator(world, [by_message] * len(buckets), device)
+        self.world, self.scale, self._recorder, device = world, 1.0 / world.ranks, host.recorder, host.device
+        self.communicator = make_communicator(world, [by_message] * len(buckets), device, host.world)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         rounded = plan.rounds_weights
         nodes = world.topology.nodes if isinstance(world.topology, Topology) else ()
@@ -72,6 +73,7 @@ class ReduceScatter(Launcher):
         scratch = torch.empty(needed, dtype=torch.uint8, device=device)
         for part in self.parts:
             part.scratch = scratch
+        options = host.options
         self.carried = ErrorFeedbackState(buckets, narrow, options.loss_scale, learning_rate=options.learning_rate)
         self.usage = CarriedUsage(len(self.slots), world.ranks, device, self.parts, self.carried)
         buckets[-1].payload.messages = [*self.parts_of[-1], self.usage]

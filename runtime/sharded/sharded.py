@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.comm.world import World
 from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
 from runtime.modes.base import NO_HOOKS, Host, Mode, StepHooks, check_one_dtype
@@ -30,13 +31,18 @@ class Sharded(Mode):
 
     name = SHARDED
     what = "a sharded step"
-    owns_step = "has ranks share the optimizer's step"
     sends = "reduce_scatter"
     several = True
 
-    def __init__(self, plan: Plan, host: Host) -> None:
+    def __init__(self, plan: Plan, host: Host, world: World | None = None) -> None:
+        """Prepare the mode; `world`: the ranks that share the step, default: all of the session."""
         super().__init__(plan, host)
+        self._world = host.world if world is None else world
         self._steps: Steps | None = None
+
+    @classmethod
+    def owned_step(cls, plan: Plan) -> str | None:
+        return "has ranks share the optimizer's step"
 
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -132,9 +138,9 @@ class Sharded(Mode):
             position = optimizer_of.get(id(host.parameters[name]), 0)
             return 2 * position + (name in owners), owners.get(name, 0)
 
-        length_of = partial(padded_length, host.world.ranks)
+        length_of = partial(padded_length, self._world.ranks)
         buckets = make_plain_buckets(self.plan, host.parameters, length_of=length_of, message_of=message_of)
-        launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, host.options)
+        launcher = ReduceScatter(self.plan, buckets, host, self._world)
         return Exchange(self.plan, host.parameters, buckets, launcher, launcher.carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:
@@ -145,7 +151,7 @@ class Sharded(Mode):
             self._steps.of[optimizer] = self._make_step(optimizer, exchange.launcher)
 
     def _make_step(self, optimizer: torch.optim.Optimizer, launcher: ReduceScatter) -> ShardedStep:
-        return ShardedStep(optimizer, launcher, self.host.world, self.host.recorder.clock)
+        return ShardedStep(optimizer, launcher, self._world, self.host.recorder.clock)
 
     @property
     def hooks(self) -> StepHooks:
@@ -240,5 +246,5 @@ class LateGather(Sharded):
 
     def _make_step(self, optimizer: torch.optim.Optimizer, launcher: ReduceScatter) -> ShardedStep:
         assert self.plan.gathers is not None
-        world, clock = self.host.world, self.host.recorder.clock
-        return LateStep(optimizer, launcher, world, clock, self.host.model, self.plan.gathers)
+        clock = self.host.recorder.clock
+        return LateStep(optimizer, launcher, self._world, clock, self.host.model, self.plan.gathers)

@@ -42,6 +42,9 @@ class ResidualBucket(Protocol):
 class ErrorFeedbackState(ErrorFeedback):
     """Residuals of all buckets of an exchange."""
 
+    workers = 1
+    """Number of workers that train alone: what synchronous steps have held back of a mean over all is whole in each."""
+
     def __init__(
         self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, ResidualBucket] = MappingProxyType({}),
         loss_scale: Callable[[], float] | None = None, parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
@@ -161,7 +164,7 @@ class ErrorFeedbackState(ErrorFeedback):
             return {}
         kept = [lossy.feedback.residuals() for lossy in self.lossy.values()]
         # As gradients of the next step: it has another rate where a scheduler has gone on.
-        factor, _ = self._since_rate()
+        factor = self._since_rate()[0] / self.workers
         residuals = {name: part * factor for parts in (*kept, self._pending) for name, part in parts.items()}
         state = {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
         starts = [lossy.feedback.starts() for lossy in self.lossy.values()]
@@ -176,6 +179,8 @@ class ErrorFeedbackState(ErrorFeedback):
             for name, part in state.get("residuals", {}).items()
             if name in parameters
         }
+        if self.workers > 1:
+            residuals = {name: part * float(self.workers) for name, part in residuals.items()}
         for lossy in self.lossy.values():
             lossy.feedback.put(residuals)
             lossy.feedback.put_starts(state.get("starts", {}))

@@ -167,7 +167,7 @@ ORDER = {
     ),
     "runtime": (
         "errors", "version", "pages", "debug", "lazy", "torch_compat", "plan", "kernels", "comm", "monitor", "core",
-        "sparse", "optimizers", "modes", "delay", "outer", "sharded", "checks", "fully_sharded", "session", "datacache",
+        "sparse", "optimizers", "modes", "delay", "sharded", "outer", "checks", "fully_sharded", "session", "datacache",
         "local_async", "__init__",
     ),
 }  # fmt: skip

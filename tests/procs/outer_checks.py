@@ -39,6 +39,7 @@ HALVES = (NAMES[:2], NAMES[2:])
 LOCAL_SGD = OuterOptimizer(lr=1.0, momentum=0.0)
 DILOCO = OuterSpec(every=4, warmup_steps=3)
 STREAMING = OuterSpec(every=4, fragments=HALVES, delay_steps=2, mix=0.5, warmup_steps=2)
+SHARED = replace(STREAMING, sharded_step=True)
 INT8 = CompressorSpec(name="wire", dtype="int8", block=64)
 COMPRESSORS = {
     "dense": None,
@@ -59,6 +60,7 @@ def plan_of(spec: OuterSpec | None, compressor: CompressorSpec | None = None, **
     values: dict[str, Any] = {
         "model": ModelReference(name="test"), "world": PlanWorld(ranks=dist.get_world_size()),
         "accuracy": "exact" if spec is None else "relaxed",
+        "interface": ("sharded-step",) if spec is not None and spec.sharded_step else None,
         "buckets": tuple(replace(bucket, gradients=half) for half in HALVES), "outer": spec,
     }  # fmt: skip
     return Plan(**(values | changes))
@@ -247,8 +249,9 @@ def memory() -> dict[str, Any]:
 
 
 def nodes() -> dict[str, Any]:
-    """Where nodes are the workers, their ranks average gradients inside: rounds come to what the reference makes of
-    workers whose loss is that of both their ranks, also over a checkpoint; ranks of a node have one model.
+    """Where nodes are the workers, their ranks average gradients inside, and may share the step: rounds come to what
+    the reference makes of workers whose loss is that of both their ranks, also over a checkpoint; ranks of a node have
+    one model.
     """
     found: dict[str, Any] = {}
     rank, workers = dist.get_rank(), dist.get_world_size() // 2
@@ -257,7 +260,7 @@ def nodes() -> dict[str, Any]:
         return (net_loss(model, 2 * worker, step) + net_loss(model, 2 * worker + 1, step)) / 2.0
 
     with nodes_of(2) as world:
-        for name, spec in (("diloco", DILOCO), ("late", STREAMING)):
+        for name, spec in (("diloco", DILOCO), ("late", STREAMING), ("shared", SHARED)):
             expected = Reference(Net, adamw, loss, workers, spec).begin().run(14)
             model, optimizer, session = started(plan_of(spec, **world))
             train(model, optimizer, range(8))
@@ -268,9 +271,13 @@ def nodes() -> dict[str, Any]:
             session.load_state_dict(saved[1])
             train(model, optimizer, range(8, 14))
             found[name] = near(model.parameters(), expected.models[rank // 2].parameters())
+            report = session.report().step
+            half = sum(p.numel() * p.element_size() for p in model.parameters())  # of two moments
+            found[f"{name}, state"] = (0 if report is None else report.state_bytes) == half * bool(spec.sharded_step)
             session.switch(plan_of(None))
-            found[f"{name}, switched"] = same_everywhere(list(model.parameters()))
+            found[f"{name}, switched"] = same_everywhere(values_of(model, optimizer))
             session.detach()
+        found |= ended_by_guard(plan_of(replace(SHARED, warmup_steps=0), **world))
         states, expected_values = saved_and_ended(plan_of(STREAMING), Net, net_loss)
         model, optimizer, session = started(plan_of(STREAMING, **world))
         found["ranks before, alone"] = refused_alone(session, states[rank])
@@ -303,6 +310,32 @@ def nodes() -> dict[str, Any]:
             found[f"{name}, one message of a node"] = [once_a_node(one) for one in messages] == [True, True]
             session.detach()
     return found
+
+
+def ended_by_guard(plan: Plan) -> dict[str, Any]:
+    """Where the guard ends outer steps, all ranks share the step, also where the run resumes."""
+    found: dict[str, Any] = {}
+    model, optimizer, session = started(plan)
+    with (
+        warnings.catch_warnings(),
+        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1),
+    ):
+        warnings.simplefilter("ignore")
+        train(model, optimizer, range(20))
+    found["ended"] = not session._mode.own_weights
+    saved = copy.deepcopy((model.state_dict(), session.optimizer_state_dict(), session.state_dict()))
+    train(model, optimizer, range(20, 24))
+    report = session.report().step
+    found["a quarter each"] = report is not None and report.state_bytes == 2 * 8 * (
+        6 + (9 if dist.get_rank() == 3 else 11)
+    )
+    expected = [p.detach().clone() for p in model.parameters()]
+    session.detach()
+    model, optimizer, session = restarted(plan, saved)
+    train(model, optimizer, range(20, 24))
+    found["resumed"] = near(model.parameters(), expected, 0.0)
+    session.detach()
+    return {f"guard, {name}": value for name, value in found.items()}
 
 
 def once_a_node(message: Any) -> bool:

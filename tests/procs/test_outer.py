@@ -32,9 +32,11 @@ def test_on_every_rank(ranks: Results, check: str) -> None:
     hold(ranks, check)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_random_lives_lose_nothing(workers: int) -> None:
-    for rank, results in enumerate(run_ranks(LocalWorld(ranks=workers), outer_lives_checks.run, list(range(6)))):
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 2), pytest.param(3, 1, marks=pytest.mark.long)])
+def test_random_lives_lose_nothing(ranks: int, per_node: int) -> None:
+    for rank, results in enumerate(
+        run_ranks(LocalWorld(ranks=ranks), outer_lives_checks.run, list(range(6)), per_node)
+    ):
         assert wrong(results) == {}, rank
 
 

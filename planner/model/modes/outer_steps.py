@@ -23,12 +23,20 @@ from planner.ir import Mode, Schedule
 from planner.model.codecs import codec_of
 from planner.model.delay import CycleTimeline, StepSpan
 from planner.model.engine import COMPUTE, Op, Ops, Run, run
-from planner.model.outer_load import NODE, RANK, Worker, average_us, costs_of_nodes, local_us, round_of
+from planner.model.outer_load import (
+    RANK,
+    SHARDED_NODE,
+    Worker,
+    costs_of_nodes,
+    exchange_inside,
+    local_us,
+    round_of,
+)
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from planner.model.spending import slowdowns
 from runtime.plan import Accuracy, OuterOptimizer, OuterSpec, Plan, PlanWorld, combinations
-from runtime.plan.interfaces import OUTER
+from runtime.plan.interfaces import OUTER, SHARDED_STEP
 from runtime.plan.timeline import Timeline
 
 WARMUP_STEPS = 500
@@ -60,7 +68,7 @@ class OuterSteps(Mode):
     late: int = 0
     """Steps from a round's launch to its end (`delay_steps`)."""
     worker: Worker = RANK
-    """Unit that trains alone: a rank, or a node where it has several ranks."""
+    """Unit that trains alone: a rank, or a node where it has several ranks, which may share the optimizer's step."""
     mean: bool = False
     """Whether the outer step takes the mean of workers' weights, as local SGD does; else it is DiLoCo's."""
 
@@ -75,13 +83,14 @@ class OuterSteps(Mode):
         number = "[1-9][0-9]{0,8}"
         match = re.fullmatch(
             rf"outer every=({number})(?: fragments=({number}(?:,{number})*))?(?: delay=({number}))?"
-            r"(?: worker=(node))?( mean)?",
+            r"(?: worker=(node|sharded-node))?( mean)?",
             line,
         )
         if match is None:
             return None
         cuts = tuple(map(int, match[2].split(","))) if match[2] else ()
-        return cls(int(match[1]), cuts, int(match[3] or 0), NODE if match[4] else RANK, match[5] is not None)
+        worker: Worker = RANK if match[4] is None else "node" if match[4] == "node" else SHARDED_NODE
+        return cls(int(match[1]), cuts, int(match[3] or 0), worker, match[5] is not None)
 
     def fitted(self, buckets: int) -> Mode:
         """Return the mode with one fragment where the buckets are no longer those that were cut."""
@@ -132,7 +141,8 @@ def ops_of(problem: Problem, schedule: Schedule, periods: int) -> Ops:
     """Return the ops of some periods; in `Op.step` steps count from 0."""
     mode, fragments = mode_of(schedule), fragments_of(schedule)
     spent = [round_of(problem, mode.worker, bucket) for bucket in schedule.buckets]
-    averaged_us = alone_us(problem, schedule) - compute_us(problem)
+    update_us = exchange_inside(problem, mode.worker, schedule.buckets).end_us
+    behind_us = alone_us(problem, schedule) - compute_us(problem) + (problem.update_us - update_us)
     factors = slowdowns(problem, schedule.buckets, spent)
     first = [due(mode, index, len(fragments)) for index in range(len(fragments))]
     launched: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -145,8 +155,8 @@ def ops_of(problem: Problem, schedule: Schedule, periods: int) -> Ops:
 
     for step in range(1, periods * mode.every + 1):
         for kind, time_us in (
-            ("forward", problem.forward_us), ("backward", problem.backward_us + averaged_us),
-            ("update", problem.update_us),
+            ("forward", problem.forward_us), ("backward", problem.backward_us + behind_us),
+            ("update", update_us),
         ):  # fmt: skip
             ops.add(Op(COMPUTE, time_us, kind=kind, step=step - 1))
         for index, buckets in enumerate(fragments):
@@ -229,7 +239,8 @@ def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
     spans.sort(key=lambda span: (span.start_us, span.end_us, span.task))
     return CycleTimeline(
         spans=tuple(spans), iteration_us=step_us(problem, schedule), forward_us=problem.forward_us,
-        backward_us=problem.backward_us, update_us=problem.update_us, steps=every, error_us=0.0,
+        backward_us=problem.backward_us, steps=every, error_us=0.0,
+        update_us=exchange_inside(problem, mode_of(schedule).worker, schedule.buckets).end_us,
     )  # fmt: skip
 
 
@@ -262,11 +273,12 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         tuple(gradients[index].name for bucket in buckets for index in schedule.buckets[bucket].gradients)
         for buckets in fragments_of(schedule)
     )
+    shares = mode.worker == SHARDED_NODE
     fields: dict[str, Any] = {
-        "interface": (OUTER,),
+        "interface": (OUTER, SHARDED_STEP) if shares else (OUTER,),
         "outer": OuterSpec(
             every=mode.every, fragments=fragments, delay_steps=mode.late, mix=MIX if mode.late else 0.0,
-            warmup_steps=WARMUP_STEPS, optimizer=MEAN if mode.mean else DILOCO,
+            warmup_steps=WARMUP_STEPS, optimizer=MEAN if mode.mean else DILOCO, sharded_step=shares or None,
         ),
     }  # fmt: skip
     if costs_of_nodes(problem, mode.worker) is None and problem.cost.cluster.ranks_per_node > 1:
@@ -284,6 +296,7 @@ def describe(plan: Plan) -> PlanWords | None:
     short = f"outer H = {spec.every}"
     nodes = plan.world.nodes or plan.world.ranks
     whose = f" between {nodes} nodes" if nodes < plan.world.ranks else ""
+    whose += ", whose ranks share the optimizer's step," if spec.sharded_step else ""
     return PlanWords(
         short=short,
         line=f"{short}: {parts}, each averaged after every {pluralize(spec.every, 'local step')}{whose} and taken "
@@ -299,10 +312,10 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
     workers also how long its average inside of them takes in each step.
     """
     mode, fragments, reasons = mode_of(schedule), fragments_of(schedule), []
-    inside = costs_of_nodes(problem, mode.worker) is not None
+    inside = exchange_inside(problem, mode.worker, schedule.buckets)
     step_alone_us = alone_us(problem, schedule)
     for index, buckets in enumerate(fragments):
-        for bucket in (schedule.buckets[number] for number in buckets):
+        for number, bucket in ((number, schedule.buckets[number]) for number in buckets):
             time_us = sum(message.time_us for message in round_of(problem, mode.worker, bucket).messages)
             hidden_us = min(time_us, mode.late * step_alone_us)
             step = due(mode, index, len(fragments))
@@ -310,8 +323,9 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
                 f"fragment {index}, {codec_of(bucket).content_text(bucket)}, sent behind step {step} of {mode.every}: "
                 f"{ms(time_us)}, of which {ms(hidden_us)} during {pluralize(mode.late, 'step')}"
             )
-            if inside:
-                [node_us] = problem.bucket_cost_us([bucket.gradients], lambda sizes: average_us(problem, sizes))
-                reason += f"; averaged inside nodes in every step: {ms(node_us)}"
+            if inside.collectives:
+                reason += f"; averaged inside nodes in every step: {ms(inside.costs_us[number])}"
+            if inside.gathers_us:
+                reason += f", and weights gathered there: {ms(inside.gathers_us[number])}"
             reasons.append(reason)
     return reasons

@@ -252,14 +252,16 @@ def memory_parts(problem: Problem) -> tuple[int | None, int]:
     return fixed, _activation_bytes(problem)
 
 
-def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
-    """Return the same with a sharded step: a part of the state, and a buffer of the largest message."""
+def sharded_bytes(problem: Problem, schedule: Schedule, ranks: int = 0) -> int | None:
+    """Return the same with a step that `ranks` share, by default all: a part of the state, and a buffer of the largest
+    message.
+    """
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
     members, owners = [bucket.gradients for bucket in schedule.buckets], owners_of(schedule)
     largest = max(map(sum, owned.message_sizes(problem, members, owners)))
-    state_bytes = -(-optimizer.state_bytes // problem.ranks)
+    state_bytes = -(-optimizer.state_bytes // (ranks or problem.ranks))
     if owners is not None:
         state_bytes = math.ceil(optimizer.state_bytes * owned.largest_share(problem, owners))
     return 2 * int(problem.size_bytes.sum()) + state_bytes + int(largest) + _activation_bytes(problem)

@@ -18,7 +18,7 @@ from planner.ir import GAIN, Dense
 from planner.model.codecs import Wire
 from planner.model.modes import outer_steps, simulate_schedule, step_us
 from planner.model.modes.outer_steps import OuterSteps
-from planner.model.outer_load import NODE
+from planner.model.outer_load import NODE, SHARDED_NODE, Worker
 from planner.model.problem import Problem
 from planner.passes.outer import Outer
 from planner.strategies import diloco
@@ -179,21 +179,71 @@ def test_ranks_are_workers_only_where_that_saves_enough(cluster: dict[str, Any],
     assert plan.outer.problem_in(plan.buckets) is None
 
 
+def with_update(update_us: float) -> dict[str, Any]:
+    """The profile on two nodes of two ranks with fast links inside, and an optimizer whose step can be shared."""
+    made: dict[str, Any] = profile_document(ROWS, forward_us=100.0, update_us=update_us)
+    made["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True, "elementwise": True, "state_bytes": 12_800_000}
+    return made | {"cluster": two_nodes(BETA, 1e-6, alpha_us=2.0)}
+
+
+def test_a_shared_step_takes_half_the_update_and_gathers_weights_behind_it() -> None:
+    profile = with_update(200.0)
+    step = make(profile, profile["cluster"])
+    costs = step.node_costs
+    assert costs is not None
+    schedule = diloco.schedule_of((4,), 8, 0, worker=SHARDED_NODE, inside=(2, 4))
+    end_us = gathers_us = round_us = 0.0
+    for bucket in schedule.buckets:
+        size_bytes = 1_600_000.0 * len(bucket.gradients)
+        end_us = max(end_us, step.ready_list_us[bucket.gradients[-1]]) + costs.scatter.time_us(size_bytes)
+        gathers_us += costs.gather.time_us(size_bytes)
+        round_us += costs.push.time_us(size_bytes) + step.all_gather.curve.at(size_bytes)
+    flags_us = costs.gather.time_us(2.0 * 4)
+    local_us = max(end_us + flags_us, 400.0) + 100.0 + gathers_us
+    assert step_us(step, schedule) == pytest.approx(local_us + round_us / 8)
+    assert simulate_schedule(step, schedule).iteration_us == step_us(step, schedule)
+
+
+@pytest.mark.parametrize(
+    ("update_us", "memory_mib", "allow", "shared"),
+    [
+        (200.0, None, ("outer", "sharded-step"), True),
+        (200.0, None, "outer", False),
+        (1.0, None, ("outer", "sharded-step"), False),
+        (1.0, 27.0, ("outer", "sharded-step"), True),
+    ],
+)
+def test_ranks_of_a_node_share_the_step_where_that_is_shorter_or_nothing_else_fits(
+    update_us: float, memory_mib: float | None, allow: str | tuple[str, ...], *, shared: bool
+) -> None:
+    """Weights, gradients, the whole state, outer steps' own and a message need 29 MiB, with half of the state 24."""
+    profile = Profile.parse(with_update(update_us), "p")
+    plan = optimize(profile, accuracy="relaxed", allow=allow, compress="none", max_memory_mib=memory_mib)
+    assert plan.outer is not None
+    assert plan.world.nodes == 2
+    assert bool(plan.outer.sharded_step) is shared
+    assert plan.interfaces == (("outer", "sharded-step") if shared else ("outer",))
+    assert parse_plan(plan.to_document()) == plan
+    assert not plan.sharded
+    assert not any("plans are made without that" in note for note in plan.notes) or not shared
+
+
+@pytest.mark.parametrize("worker", [NODE, SHARDED_NODE])
 @pytest.mark.parametrize("seed", range(4))
-def test_fragments_between_nodes_hide_as_much_as_any(seed: int) -> None:
+def test_fragments_between_nodes_hide_as_much_as_any(seed: int, worker: Worker) -> None:
     chance = random.Random(seed)
     rows = [(chance.choice((1000, 50_000, 400_000)), chance.choice((10.0, 60.0, 120.0))) for _ in range(4)]
     cluster = two_nodes(chance.choice((5e-4, 2e-3)), chance.choice((1e-5, 2e-4)), alpha_us=chance.choice((2.0, 60.0)))
     step, every = make(profile_document(rows, forward_us=100.0, update_us=40.0), cluster), chance.choice((2, 8))
     shortest_us = min(
-        step_us(step, diloco.schedule_of((*cuts, 4), every, late, Dense(), NODE, inside))
+        step_us(step, diloco.schedule_of((*cuts, 4), every, late, Dense(), worker, inside))
         for late in diloco.DELAYS
         if late < every
         for count in range(min(every, 4))
         for cuts in itertools.combinations(range(1, 4), count)
-        for inside in ((), *diloco.cuts_inside(step, NODE))
+        for inside in ((), *diloco.cuts_inside(step, worker))
     )
-    found_us = step_us(step, make_schedule(step, f"outer:{every}"))
+    found_us = step_us(step, diloco.best_cut(step, every, Dense(), worker))
     assert shortest_us * (1.0 - 1e-9) <= found_us <= shortest_us * (1.0 + diloco.NEAR_SHORTEST)
 
 
@@ -254,7 +304,7 @@ def test_the_largest_period_is_checked() -> None:
     "line",
     [
         "outer every=4", "outer every=4 fragments=1,2", "outer every=4 delay=2", "outer every=4 delay=2 worker=node",
-        "outer every=4 worker=node mean",
+        "outer every=4 worker=node mean", "outer every=4 worker=sharded-node",
     ],
 )  # fmt: skip
 def test_text_form(line: str) -> None:

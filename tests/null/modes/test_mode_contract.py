@@ -19,6 +19,7 @@ from runtime.core.options import AttachOptions
 from runtime.modes.base import Mode, Synchronous
 from runtime.monitor.clock import WallClock
 from runtime.monitor.recorder import Recorder
+from runtime.outer.local_steps import Outer
 from runtime.plan import (
     CompressorSpec,
     DelaySpec,
@@ -70,7 +71,14 @@ ALL = (*MODES, Synchronous)
 LATE_GATHER: dict[str, Any] = {
     "interface": ("late-gather",), "updates": UpdatePlan(step=StepPlan(sharded=True, gather="forward", gathers=((0,),)))
 }  # fmt: skip
-WAYS = [(mode, LATE_GATHER if mode is LateGather else ASKS[mode.name]) for mode in ALL]
+SHARED_NODES: dict[str, Any] = {
+    "interface": ("sharded-step",), "world": PlanWorld(ranks=2, nodes=1),
+    "outer": replace(ASKS["outer"]["outer"], sharded_step=True),
+}  # fmt: skip
+WAYS = [
+    *((mode, LATE_GATHER if mode is LateGather else ASKS[mode.name]) for mode in ALL),
+    (Outer, SHARED_NODES),
+]
 """Every mode, and what of a plan asks for it."""
 
 
@@ -154,7 +162,7 @@ class Wrapper:
         """Not looked into."""
 
 
-@pytest.mark.parametrize("asks", [asks for mode, asks in WAYS if mode.owns_step is not None])
+@pytest.mark.parametrize("asks", [asks for mode, asks in WAYS if mode.owned_step(plan_of(asks)) is not None])
 def test_a_mode_that_owns_the_step_sees_all_of_it(asks: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
     assert check_optimizer(plan_of(asks), optimizer, PARAMETERS) is None
