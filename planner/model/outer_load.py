@@ -64,19 +64,25 @@ def scatter_us(problem: Problem, sizes: NDArray[np.float64]) -> NDArray[np.float
     return costs.scatter.times_us(sizes)
 
 
+def own_update_us(problem: Problem, worker: Worker) -> float:
+    """Return the time of a rank's update: of its part, where ranks of a node share the optimizer's step."""
+    return problem.update_us / (problem.cost.cluster.ranks_per_node if worker == SHARDED_NODE else 1)
+
+
 def exchange_inside(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> Exchange:
     """Return the messages of a local step with these buckets, and the update behind them; a rank has no messages."""
     costs, members = costs_of_nodes(problem, worker), [bucket.gradients for bucket in buckets]
+    update_us = own_update_us(problem, worker)
     if costs is None:
-        return Exchange((), (), problem.update_us)
+        return Exchange((), (), update_us)
     if worker == NODE:
         costs_us = problem.bucket_cost_us(members, lambda sizes: average_us(problem, sizes))
-        return Exchange(["all_reduce"] * len(members), costs_us, problem.update_us)
-    ranks = problem.cost.cluster.ranks_per_node
+        return Exchange(["all_reduce"] * len(members), costs_us, update_us)
+    flags_bytes = float(problem.cost.cluster.ranks_per_node * problem.count)
     costs_us = list(problem.bucket_cost_us(members, lambda sizes: scatter_us(problem, sizes)))
-    costs_us[-1] += float(costs.gather.times_us(np.array(float(ranks * problem.count))))  # which gradients came
+    costs_us[-1] += costs.gather.time_us(flags_bytes)  # which gradients came
     gathers_us = problem.bucket_cost_us(members, costs.gather.times_us)
-    return Exchange([REDUCE_SCATTER] * len(members), costs_us, problem.update_us / ranks, gathers_us)
+    return Exchange([REDUCE_SCATTER] * len(members), costs_us, update_us, gathers_us)
 
 
 def local_us(problem: Problem, worker: Worker, buckets: Sequence[Bucket]) -> float:

@@ -64,7 +64,8 @@ class Outer(Pass):
             InputError: the largest period is out of range.
         """
         largest = check_max_period(self.max_period or DEFAULT_MAX_PERIOD)
-        alone_us, now_us = outer_steps.compute_us(problem), step_us(problem, schedule)
+        workers, now_us = self._workers(problem), step_us(problem, schedule)
+        alone_us = min(outer_steps.compute_us(problem, worker) for worker in workers)
         if problem.ranks == 1:
             return Candidate(schedule=schedule, why_not="one rank alone has no other worker")
         if now_us * (1.0 - GAIN) <= alone_us:
@@ -73,7 +74,7 @@ class Outer(Pass):
                 why_not=f"outer steps: nothing to gain, stay synchronous: the exact step of {ms(now_us)} is within "
                 f"{GAIN:.0%} of {ms(alone_us)} without communication",
             )
-        workers, limit_bytes = self._workers(problem), sharded.memory_bytes(problem, self.memory_mib) or math.inf
+        limit_bytes = sharded.memory_bytes(problem, self.memory_mib) or math.inf
         every = {
             (worker, name): smallest_period(problem, codec, largest, worker)
             for worker in workers
@@ -189,7 +190,7 @@ def worker_notes(problem: Problem, chosen: Schedule, best: Sequence[Schedule]) -
             f"with {_NAMES[mode.worker]} {ms(step_us(problem, one))} a step{averages} (H = {mode.every}{memory})"
         )
     rule = f"each has to save {GAIN:.0%} over those before it" if best[1:] else "others do not fit into memory"
-    return [f"workers are {who}: {' and '.join(times)}; {rule}"]
+    return [f"workers are {who}: {', '.join(times)}; {rule}"]
 
 
 _NAMES: Mapping[Worker, str] = {

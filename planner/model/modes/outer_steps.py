@@ -30,6 +30,7 @@ from planner.model.outer_load import (
     costs_of_nodes,
     exchange_inside,
     local_us,
+    own_update_us,
     round_of,
 )
 from planner.model.problem import Problem
@@ -127,9 +128,9 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
     )
 
 
-def compute_us(problem: Problem) -> float:
+def compute_us(problem: Problem, worker: Worker = RANK) -> float:
     """Return the length of a step without any communication."""
-    return problem.compute_end_us + problem.update_us
+    return problem.compute_end_us + own_update_us(problem, worker)
 
 
 def alone_us(problem: Problem, schedule: Schedule) -> float:

@@ -225,6 +225,8 @@ def test_ranks_of_a_node_share_the_step_where_that_is_shorter_or_nothing_else_fi
     assert plan.interfaces == (("outer", "sharded-step") if shared else ("outer",))
     assert parse_plan(plan.to_document()) == plan
     assert not plan.sharded
+    assert plan.certificate is not None
+    assert plan.certificate.lower_bound_us == pytest.approx(400.0 + update_us / (2 if "sharded-step" in allow else 1))
     assert not any("plans are made without that" in note for note in plan.notes) or not shared
 
 
