@@ -110,10 +110,17 @@ def _relaxed(request: Request, exact: Schedule, found: Candidate) -> Candidate:
     if found.schedule.accuracy != "relaxed":
         return found
     found_us, exact_us = step_us(problem, found.schedule), step_us(problem, exact) + found.batch_prep_us
-    gain = f"relaxed: predicted {_shorter(1.0 - found_us / exact_us)} than the best exact plan, which is the fallback"
     certificate = None if found.bound is None else found.bound.certificate(found_us)
-    plan = replace(lower(problem, found.schedule), certificate=certificate, notes=(gain, *found.notes))
-    return replace(found, plan=plan)
+    plan = replace(lower(problem, found.schedule), certificate=certificate)
+    return replace(found, plan=replace(plan, notes=(relaxed_note(found_us, exact_us), *found.notes)))
+
+
+RELAXED_GAIN = "relaxed: predicted "
+
+
+def relaxed_note(found_us: float, exact_us: float) -> str:
+    """Return by how much the step of a relaxed plan is shorter than that of its fallback."""
+    return f"{RELAXED_GAIN}{_shorter(1.0 - found_us / exact_us)} than the best exact plan, which is the fallback"
 
 
 def _point(problem: Problem, point: Point) -> FrontierPoint:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.decide.defaults import ALLOWED, DEFAULT_PASSES, MORE, NO_GAIN, NOTHING_TO_GAIN
-from planner.decide.lossy import compress_all, lossy_candidates
+from planner.decide.lossy import RELAXED_GAIN, compress_all, lossy_candidates, relaxed_note
 from planner.decide.pipeline import AfterPass, run_passes
 from planner.decide.plan_request import Request
 from planner.decide.scaling import OPTIMAL, scaling_curve
@@ -37,7 +37,7 @@ from planner.search.tables import has_two_links
 from runtime.pages import page
 from runtime.plan import Accuracy, Plan, StepPlan, UpdatePlan
 from runtime.plan.combinations import SOLVER, reason_against
-from runtime.plan.interfaces import SHARDED_STEP
+from runtime.plan.interfaces import INTERFACES, SHARDED_STEP
 from runtime.plan.predicted import Certificate, SolverBound
 
 
@@ -273,8 +273,7 @@ def _choose(request: Request, exact: Plan, schedule: Schedule) -> Candidate:
     more = compress_all(request, schedule, candidates[0])
     beyond = [] if more is None else [_more_note(problem, candidates[0], more)]
     fields = {name: value for each in candidates for name, value in each.plan_fields.items()}
-    # A plan file says once what holds for every plan in it.
-    fallback = replace(exact, baselines=None, scaling=None, sources=None, notes=())
+    fallback = _within(exact)
     exact = replace(exact, **fields)
     chosen, refused = select(problem, [Candidate(schedule=schedule), *candidates])
     others = _alternatives(problem, candidates, chosen, more)
@@ -300,6 +299,11 @@ def _choose(request: Request, exact: Plan, schedule: Schedule) -> Candidate:
         ),
     )
     return replace(chosen, plan=plan)
+
+
+def _within(plan: Plan) -> Plan:
+    """Return a plan as it is inside of another one: a plan file says once what holds for every plan in it."""
+    return replace(plan, baselines=None, scaling=None, sources=None, notes=())
 
 
 def _more_note(problem: Problem, planned: Candidate, more: Candidate) -> str:
@@ -330,7 +334,7 @@ def _alternatives(
 
 
 def _over_sharded(request: Request, exact: Candidate, lossy: Candidate) -> Plan:
-    """Return the plan with a sharded step, or the lossy one, which cannot have it, where that is selected.
+    """Return the plan with a sharded step, or the lossy one where that is selected, which may have it inside nodes.
 
     Args:
         request: what is asked for.
@@ -346,7 +350,7 @@ def _over_sharded(request: Request, exact: Candidate, lossy: Candidate) -> Plan:
     lossy = replace(lossy, memory_bytes=lossy.memory_bytes or sharded.replicated_bytes(problem))
     if riskier.accuracy != "exact" and select(problem, [exact, lossy], limit_bytes)[0] is lossy:
         if riskier.shares_step:
-            return riskier
+            return _over_shared_fallback(problem, exact, lossy)
         why = f"the optimizer's step is not sharded, as it may be: {riskier.accuracy} plans are made without that"
         return replace(riskier, notes=(*riskier.notes, why))
     others = dict(riskier.alternatives or {})
@@ -354,14 +358,38 @@ def _over_sharded(request: Request, exact: Candidate, lossy: Candidate) -> Plan:
         own = replace(riskier, baselines=None, scaling=None, fallback=None, alternatives=None)
         others = {**others, riskier.accuracy: own}
     others.pop("exact", None)
+    notes = shared.notes + tuple(note for note in riskier.notes if ALLOWED in note)
+    if riskier.accuracy != "exact":
+        notes += (_shared_note(step),)
+    return replace(
+        shared, frontier=riskier.frontier, delays=riskier.delays, updaters=riskier.updaters,
+        alternatives=others or None, notes=notes,
+    )  # fmt: skip
+
+
+def _shared_note(step: StepPlan | None) -> str:
     demanded = step is not None and sharded.memory_demands(step)
     why = "memory demands a shared step, which lossy plans do not have" if demanded else (
         f"none wins {GAIN:.0%} over ranks that share the optimizer's step")  # fmt: skip
+    return f"riskier plans were allowed, but {why}: the plan is exact"
+
+
+def _over_shared_fallback(problem: Problem, exact: Candidate, relaxed: Candidate) -> Plan:
+    """Return a relaxed plan whose ranks share the step inside nodes, with the exact one in which all ranks do as its
+    fallback: the other may not fit into memory.
+    """
+    plan, shared = relaxed.plan, exact.plan
+    assert plan is not None
+    assert shared is not None
+    fallback, interfaces = _within(shared), {*plan.interfaces, *shared.interfaces}
+    gain = relaxed_note(step_us(problem, relaxed.schedule), step_us(problem, exact.schedule))
     return replace(
-        shared, frontier=riskier.frontier, delays=riskier.delays, updaters=riskier.updaters,
-        alternatives=others or None,
-        notes=(*shared.notes, f"riskier plans were allowed, but {why}: the plan is exact"),
-    )  # fmt: skip
+        plan,
+        fallback=fallback,
+        alternatives={**(plan.alternatives or {}), "exact": fallback},
+        interface=tuple(name for name in INTERFACES if name in interfaces),
+        notes=(gain, *(note for note in plan.notes if not note.startswith(RELAXED_GAIN))),
+    )
 
 
 def _certify(problem: Problem, iteration_us: float, solved: Solved | None, bound: Bound | None) -> Certificate:

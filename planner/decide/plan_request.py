@@ -170,8 +170,8 @@ class Request:
             if accuracy in self._classes:
                 found += [each for each in self.all_passes if each.accuracy == accuracy] or usual
         found = [each for each in found if not each.interface or each.interface in self.interfaces]
-        step = "auto" if SHARDED_STEP in self.interfaces else "never"
-        found = [replace(each, step=step) if isinstance(each, Outer) else each for each in found]
+        if SHARDED_STEP not in self.interfaces:
+            found = [replace(each, step="never") if isinstance(each, Outer) else each for each in found]
         options = {option: getattr(self, option) for option in LOSSY_OPTIONS}
         return with_options(found, memory_mib=check_memory(self.max_memory_mib), **options)
 

@@ -48,7 +48,7 @@ class Outer(Pass):
     """Names of encodings, as for `joint`; 8 bits are looked at where `wire` is among them."""
     memory_mib: float = 0.0
     """Memory of a rank; 0: what the profile has. Encodings that need more are left out."""
-    step: str = "never"
+    step: str = "auto"
     """Whether ranks of a node that is a worker may share the optimizer's step: `auto`, or `never`."""
 
     known_values: ClassVar = {"step": ("auto", "never")}

@@ -38,6 +38,7 @@ from runtime.plan import HINT, Plan, StepPlan, UpdatePlan
 from runtime.plan.combinations import OUTER
 from runtime.sharded.gradient import PartialTensor
 from runtime.sharded.sharded import Sharded
+from runtime.sharded.step import HOST
 from runtime.sparse.compressed import all_finite
 from runtime.torch_compat import OUTSIDE, current_backward_id
 
@@ -279,7 +280,8 @@ class Outer(Mode, StepHooks):
             return False
         self._begun, distances = step, self.period.distances
         distances.base = host.world.gather(distances.base, "beginning local steps")[0]
-        self._end_shared_step()
+        if self._sharded is not None:  # a device has no memory for the whole state
+            self._sharded.hand_over(HOST)
         self._sharded = self.fragments.sharded
         host.put(self.fragments.exchange)
         self._share_step(self.fragments.exchange)

@@ -280,7 +280,7 @@ class LateStep(ShardedStep):
 
     # The end, and what a report says.
 
-    def end(self) -> None:
+    def end(self, device: torch.device | None = None) -> None:
         """See `ShardedStep.end`. Weights that have not come become NaN, so that no script continues with old ones."""
         self._at_exit.cancel()
         try:
@@ -288,7 +288,7 @@ class LateStep(ShardedStep):
         finally:
             self._lose_late_ones()
             try:
-                super().end()
+                super().end(device)
             finally:
                 self._communicator.close()
                 self._gather_world.leave()

@@ -100,7 +100,7 @@ class Sharded(Mode):
                 cut = next((name for name, p in planned.items() if id(p) in held and name not in plan.owners), None)
                 if cut is None:
                     continue
-                advice = f"an owner of {cut} (updates.step.owners), or"
+                advice = "an" if plan.outer is not None else f"an owner of {cut} (updates.step.owners), or an"
             else:
                 advice = "an"
             if odd := find_not_elementwise(optimizer):
@@ -194,11 +194,15 @@ class Sharded(Mode):
             yield
 
     def end(self) -> None:
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.end()
+        self.hand_over(None)
 
     close = end
+
+    def hand_over(self, device: torch.device | None) -> None:
+        """End the step, with the state by element on a device until another shared step cuts it; None: where it is."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.end(device)
 
 
 class Steps(StepHooks):
@@ -228,12 +232,12 @@ class Steps(StepHooks):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.of[optimizer].after_step(optimizer)
 
-    def end(self) -> None:
+    def end(self, device: torch.device | None) -> None:
         """End all of them; all ranks call this."""
         with ExitStack() as ends:  # all, also where one raises
             ends.callback(self._launcher.release)
             for step in reversed(self.of.values()):
-                ends.callback(step.end)
+                ends.callback(step.end, device)
 
     def report(self, predicted_gather_us: float | None) -> StepReport | None:
         """Return what the last steps took, of all optimizers together; None where there were none."""

@@ -29,7 +29,9 @@ and the parameter's `stride`.
 
 
 def cut_value(value: Any, slot: Slot, part: OwnPart) -> Any:
-    """Return a copy of one entry of a parameter's state, for this rank's elements alone where it is by element."""
+    """Return a copy of one entry of a parameter's state; where it is by element, of this rank's elements alone, on the
+    parameter's device.
+    """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if value.shape != slot.parameter.shape:
@@ -37,9 +39,10 @@ def cut_value(value: Any, slot: Slot, part: OwnPart) -> Any:
     flat = value.new_empty(slot.parameter.numel())
     view_of(flat, 0, slot.view).copy_(value.detach())
     if slot.index not in part.places:
-        return flat[:0].clone()
+        return flat[:0].to(slot.parameter.device, copy=True)
     start, place = part.places[slot.index]
-    return part.shaped(flat[start : start + place.stop - place.start].clone(), slot)
+    own = flat[start : start + place.stop - place.start].to(slot.parameter.device, copy=True)
+    return part.shaped(own, slot)
 
 
 def is_by_element(value: Any, shape: Sequence[int]) -> bool:
@@ -53,11 +56,12 @@ def piece_of(part: OwnPart, vector: Tensor, slot: Slot) -> Tensor:
 
 
 def gathered_state(
-    parts: Sequence[OwnPart], mine: Mapping[int, Values], world: World, device: torch.device | None
-) -> dict[int, dict[str, Any]]:
+    parts: Sequence[OwnPart], mine: Mapping[int, Values], world: World, device: torch.device | None,
+    others: torch.device | None,
+) -> dict[int, dict[str, Any]]:  # fmt: skip
     """Return the whole state of every parameter that has any, by its place in the plan; all ranks must call this.
-    `mine`: by place in the plan, the state of this rank's pieces; `device`: where the result is to be, None: where the
-    parameters are.
+    `mine`: by place in the plan, the state of this rank's pieces; `device`: where entries by element are to be, and
+    `others` the tensors of others, None: where they are now.
     """
     shapes = {
         slot.index: piece_of(part, part.weights, slot).shape
@@ -81,7 +85,7 @@ def gathered_state(
             for index in (index for index in indices if key in known[index] and known[index][key].dtype == dtype):
                 found[index][key] = views[index].to(device or views[index].device, copy=True)
     return {
-        index: {key: found[index].get(key, form.value_on(device)) for key, form in keys.items()}
+        index: {key: found[index].get(key, form.value_on(others)) for key, form in keys.items()}
         for index, keys in known.items()
     }
 

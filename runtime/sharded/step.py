@@ -45,6 +45,7 @@ from runtime.sharded.part import OwnPart
 from runtime.sharded.state import Masters, gathered_state, load_masters, master_state, piece_of, state_bytes
 from runtime.torch_compat import OUTSIDE, current_backward_id, storage_uses
 
+HOST = torch.device("cpu")
 NEVER = "`planner optimize` without --allow sharded-step"
 
 
@@ -272,13 +273,15 @@ class ShardedStep(StepHooks):
         if not self._gathering:
             raise _refusal("optimizer.state_dict()")
 
-    def _whole_state(self, device: torch.device | None = None) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the state by parameter, of all ranks' pieces; all ranks must call this."""
+    def _whole_state(
+        self, device: torch.device | None, others: torch.device | None = None
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state by parameter, of all ranks' pieces; all ranks must call this. See `gathered_state`."""
         self._take_state()
         owned = {slot.index: self._pieces[key] for key, slot in self._slots.items() if key in self._pieces}
         state = self._own_state
         mine = {index: dict(state[piece]) for index, piece in owned.items() if state.get(piece)}
-        found = gathered_state(self._parts, mine, self._world, device)
+        found = gathered_state(self._parts, mine, self._world, device, others)
         return {self._exchange.slots[index].parameter: values for index, values in found.items()}
 
     @contextmanager
@@ -287,7 +290,7 @@ class ShardedStep(StepHooks):
         call this.
         """
         self._swap_back()
-        whole = self._whole_state(torch.device("cpu"))
+        whole = self._whole_state(HOST, HOST)
         self._optimizer.state, self._gathering = self._with_others(whole), True
         try:
             yield
@@ -306,9 +309,9 @@ class ShardedStep(StepHooks):
 
     # The end, and what a report says.
 
-    def end(self) -> None:
+    def end(self, device: torch.device | None = None) -> None:
         """Make the optimizer plain, with the whole state (none after an error), and gradients whole; all ranks call
-        this.
+        this. `device`: where the state by element is to be until another step cuts it; default: where it is.
         """
         self._swap_back()
         self._handle.remove()
@@ -325,7 +328,7 @@ class ShardedStep(StepHooks):
                 with torch.no_grad():
                     self._collect_weights()
                     self._gather_masters()
-            whole = self._whole_state()
+            whole = self._whole_state(device)
             for part in self._parts:
                 views = part.views(part.gathered(self._world, part.total, "gathering the gradients that ranks share"))
                 gradients.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)

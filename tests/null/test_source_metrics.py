@@ -10,7 +10,7 @@ import pytest
 from benchmarks.source_metrics import METRICS, PACKAGES, ROOT, is_fragment, sources
 
 LIMITS = {
-    "code lines": 50_861,
+    "code lines": 50_891,
     "functions with more than six parameters": 18,
     "imports inside of functions": 22,
     "import cycles": 0,

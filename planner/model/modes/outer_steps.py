@@ -276,7 +276,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     )
     shares = mode.worker == SHARDED_NODE
     fields: dict[str, Any] = {
-        "interface": (OUTER, SHARDED_STEP) if shares else (OUTER,),
+        "interface": (SHARDED_STEP, OUTER) if shares else (OUTER,),
         "outer": OuterSpec(
             every=mode.every, fragments=fragments, delay_steps=mode.late, mix=MIX if mode.late else 0.0,
             warmup_steps=WARMUP_STEPS, optimizer=MEAN if mode.mean else DILOCO, sharded_step=shares or None,

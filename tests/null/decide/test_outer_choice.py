@@ -23,7 +23,7 @@ from planner.model.problem import Problem
 from planner.passes.outer import Outer
 from planner.strategies import diloco
 from runtime.errors import InputError
-from runtime.plan import parse_plan
+from runtime.plan import Plan, parse_plan
 
 ROWS = [(400_000, 120.0), (400_000, 80.0), (400_000, 60.0), (400_000, 40.0)]
 COMPUTE_US = 100.0 + 300.0 + 40.0
@@ -222,12 +222,35 @@ def test_ranks_of_a_node_share_the_step_where_that_is_shorter_or_nothing_else_fi
     assert plan.outer is not None
     assert plan.world.nodes == 2
     assert bool(plan.outer.sharded_step) is shared
-    assert plan.interfaces == (("outer", "sharded-step") if shared else ("outer",))
+    assert plan.interfaces == (("sharded-step", "outer") if shared else ("outer",))
     assert parse_plan(plan.to_document()) == plan
     assert not plan.sharded
     assert plan.certificate is not None
     assert plan.certificate.lower_bound_us == pytest.approx(400.0 + update_us / (2 if "sharded-step" in allow else 1))
     assert not any("plans are made without that" in note for note in plan.notes) or not shared
+
+
+def test_the_fallback_of_a_shared_step_fits_into_memory_too() -> None:
+    """Of a state of three copies a rank that updates all weights needs 31 MiB, with outer steps and half of it 27."""
+    made = with_update(200.0)
+    made["compute"]["optimizer"]["state_bytes"] = 19_200_000
+
+    def planned(memory_mib: float, passes: str = "merge,shard_updates,outer") -> Plan:
+        allow = ("outer", "sharded-step")
+        profile = Profile.parse(made, "p")
+        return optimize(profile, accuracy="relaxed", allow=allow, passes=passes, max_memory_mib=memory_mib)
+
+    plan = planned(28.0)
+    assert plan.outer is not None
+    assert plan.fallback is not None
+    assert plan.predicted is not None
+    assert plan.fallback.predicted is not None
+    assert (plan.outer.sharded_step, plan.fallback.sharded) == (True, True)
+    assert f"{1.0 - plan.predicted.iteration_us / plan.fallback.predicted.iteration_us:.1%} shorter" in plan.notes[0]
+    assert parse_plan(plan.to_document()) == plan
+    for tight in (planned(20.0), planned(28.0, "merge,shard_updates,outer{step=never}")):
+        assert tight.sharded
+        assert any("outer steps need" in note for note in tight.notes)
 
 
 @pytest.mark.parametrize("worker", [NODE, SHARDED_NODE])

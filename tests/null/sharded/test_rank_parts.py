@@ -49,7 +49,7 @@ def test_one_rank_gathers_its_own_state() -> None:
     [part] = parts(1)
     state = {0: {"exp_avg": torch.arange(8.0), "step": torch.tensor(3.0), "amsgrad": False}}
     world: Any = SimpleNamespace(gather=lambda value, _: [value], gather_parts=lambda own, *_: own)
-    found = gathered_state([part], state, world, torch.device("cpu"))
+    found = gathered_state([part], state, world, torch.device("cpu"), torch.device("cpu"))
     assert found[0]["exp_avg"].tolist() == torch.arange(8.0).view(2, 4).t().tolist()
     assert (float(found[0]["step"]), found[0]["amsgrad"]) == (3.0, False)
 
