@@ -73,7 +73,7 @@ def optimize(
         allow: interfaces besides drop-in that the plan may have, by name: with `sharded-step` the optimizer's step is
             sharded (ZeRO-1) where that is predicted 2 % faster, or the whole does not fit into the memory of a rank;
             with `late-gather`, which implies it, weights may be gathered during the next forward; with `outer`,
-            relaxed plans may have outer steps, in which ranks of a node share the step where `sharded-step` is allowed.
+            relaxed plans may have outer steps, sharded inside nodes where `sharded-step` is allowed.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`, as text or as passes.
             Exact passes run first; where lossy plans are allowed, `joint` and `delay` run after them, or what is named
             in their place.
@@ -375,7 +375,7 @@ def _shared_note(step: StepPlan | None) -> str:
 
 
 def _over_shared_fallback(problem: Problem, exact: Candidate, relaxed: Candidate) -> Plan:
-    """Return a relaxed plan whose ranks share the step inside nodes, with the exact one in which all ranks do as its
+    """Return a relaxed plan with a step that is sharded inside nodes, with the exact one over all ranks as its
     fallback: the other may not fit into memory.
     """
     plan, shared = relaxed.plan, exact.plan

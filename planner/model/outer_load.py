@@ -2,7 +2,7 @@
 
 Ranks as workers send nothing in local steps, and a dense round is both halves of an all-reduce. Nodes as workers
 average gradients over their ranks in every step, each bucket by a reduce-scatter and an all-gather on intra-node links;
-where its ranks share the optimizer's step, weights are gathered behind it in place of gradients.
+where the optimizer step is sharded inside them, weights are gathered behind it in place of gradients.
 In a round each rank sends its part of the node's message to the owners of that part, and all ranks gather what owners
 send back.
 
@@ -34,7 +34,7 @@ from runtime.plan.transports import TWO_SHOT
 Worker = Literal["node", "sharded-node", "rank"]
 NODE: Worker = "node"
 SHARDED_NODE: Worker = "sharded-node"
-"""A node whose ranks share the optimizer's step."""
+"""A node with a sharded optimizer step."""
 RANK: Worker = "rank"
 
 
@@ -65,7 +65,7 @@ def scatter_us(problem: Problem, sizes: NDArray[np.float64]) -> NDArray[np.float
 
 
 def own_update_us(problem: Problem, worker: Worker) -> float:
-    """Return the time of a rank's update: of its part, where ranks of a node share the optimizer's step."""
+    """Return the time of a rank's update: of its part, where the step is sharded inside nodes."""
     return problem.update_us / (problem.cost.cluster.ranks_per_node if worker == SHARDED_NODE else 1)
 
 

@@ -49,7 +49,7 @@ class Outer(Pass):
     memory_mib: float = 0.0
     """Memory of a rank; 0: what the profile has. Encodings that need more are left out."""
     step: str = "auto"
-    """Whether ranks of a node that is a worker may share the optimizer's step: `auto`, or `never`."""
+    """Whether the optimizer step may be sharded inside nodes that are workers: `auto`, or `never`."""
 
     known_values: ClassVar = {"step": ("auto", "never")}
 
@@ -194,7 +194,7 @@ def worker_notes(problem: Problem, chosen: Schedule, best: Sequence[Schedule]) -
 
 
 _NAMES: Mapping[Worker, str] = {
-    NODE: "nodes", SHARDED_NODE: "nodes whose ranks share the optimizer's step", RANK: "ranks"
+    NODE: "nodes", SHARDED_NODE: "nodes with a sharded optimizer step", RANK: "ranks"
 }  # fmt: skip
 
 

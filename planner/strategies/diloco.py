@@ -91,7 +91,7 @@ def best_cut(problem: Problem, every: int, codec: Codec, worker: Worker) -> Sche
 @memoised
 def cuts_inside(problem: Problem, worker: Worker) -> list[tuple[int, ...]]:
     """Return the best merges of buckets that are averaged inside of nodes, as one past the last gradient of each; none
-    where ranks are workers. Where ranks of a node share the step, backward hides half of an average.
+    where ranks are workers. Where the step is sharded, backward hides half of an average.
     """
     if (costs := costs_of_nodes(problem, worker)) is None:
         return []

@@ -4,8 +4,8 @@
     local     `.grad`s are a worker's own, or of a node's ranks; behind local step s the fragments that are due leave
               (`runtime.outer.fragments`), and t steps later a worker's weights are mixed with the new anchor
 
-Where ranks of a node share the optimizer's step, all ranks do so in the warm-up: the optimizer's state is cut anew when
-local steps begin.
+Where the optimizer step is sharded inside nodes, it is sharded over all ranks in the warm-up; its state is cut anew
+when local steps begin.
 
 Local steps are counted by exchanges, which are the same on all ranks, not by optimizer's steps, which a GradScaler may
 leave out on some. What is due behind a step is done behind `optimizer.step()`, or where that was left out, before the
@@ -73,7 +73,7 @@ class Outer(Mode, StepHooks):
         if plan.outer.sharded_step and (plan.world.nodes or plan.world.ranks) == plan.world.ranks:
             return (
                 f"the plan's outer.sharded_step: found true where each rank is a worker, expected nodes of several "
-                f"ranks as workers, which share the optimizer's step: leave it out, or {HINT}"
+                f"ranks as workers, over which the step is sharded: leave it out, or {HINT}"
             )
         return check_one_dtype(plan, parameters, "but has one anchor")
 
@@ -247,7 +247,7 @@ class Outer(Mode, StepHooks):
             self._sharded.begin(exchange)
 
     def _end_shared_step(self) -> None:
-        """Give ranks that share the step the optimizer's whole state, and whole gradients; all of them call this."""
+        """End a sharded step, with the whole state and whole gradients on each rank; all ranks call this."""
         sharded, self._sharded = self._sharded, None
         if sharded is not None:
             sharded.end()

@@ -412,7 +412,7 @@ class Plan(Document):
 
     @property
     def shares_step(self) -> bool:
-        """Return whether all ranks, or those of a node that is a worker, share the optimizer's step."""
+        """Return whether the optimizer step is sharded, over all ranks or inside nodes that are workers."""
         return self.sharded or (self.outer is not None and bool(self.outer.sharded_step))
 
     @property

@@ -49,7 +49,7 @@ class OuterSpec(Record):
     warmup_steps: Count = 0
     """Synchronous steps before local ones, counted from the beginning of the run; see `local_after`."""
     sharded_step: bool | None = None
-    """Whether ranks of a node that is a worker share the optimizer's step, each updating its part of the weights."""
+    """Whether the optimizer step is sharded inside nodes that are workers: a rank updates its part of the weights."""
 
     def fragments_of(self, gradients: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """Return the fragments of a plan with these gradients."""

@@ -652,7 +652,7 @@ class Session:
         and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
         rank's part of them before rounding (`weights`), a run with weights of ranks their unit (`weight_unit`), one
         with a delay its part of the global weights and momenta, and its own weights (`delay`), one with outer steps
-        these and its optimizers' state (`outer`; ranks of a node that share the step call this together), one in phases
+        these and its optimizers' state (`outer`; with a sharded step ranks of a node call this together), one in phases
         its `step` and `phase`.
         """
         named: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self._world.ranks}

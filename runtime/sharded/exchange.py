@@ -47,7 +47,7 @@ class ReduceScatter(Launcher):
             plan: which weights are rounded, which have owners, and how buckets are sent.
             buckets: of the plan.
             host: the session, whose loss scale and learning rate residuals follow.
-            world: the ranks that share the step.
+            world: the ranks over which the step is sharded.
         """
         self.world, self.scale, self._recorder, device = world, 1.0 / world.ranks, host.recorder, host.device
         self.communicator = make_communicator(world, [by_message] * len(buckets), device, host.world)

@@ -35,7 +35,7 @@ class Sharded(Mode):
     several = True
 
     def __init__(self, plan: Plan, host: Host, world: World | None = None) -> None:
-        """Prepare the mode; `world`: the ranks that share the step, default: all of the session."""
+        """Prepare the mode; `world`: the ranks over which the step is sharded, default: all."""
         super().__init__(plan, host)
         self._world = host.world if world is None else world
         self._steps: Steps | None = None

@@ -69,7 +69,7 @@ class OuterSteps(Mode):
     late: int = 0
     """Steps from a round's launch to its end (`delay_steps`)."""
     worker: Worker = RANK
-    """Unit that trains alone: a rank, or a node where it has several ranks, which may share the optimizer's step."""
+    """Unit that trains alone: a rank, or a node where it has several ranks, whose step may be sharded."""
     mean: bool = False
     """Whether the outer step takes the mean of workers' weights, as local SGD does; else it is DiLoCo's."""
 
@@ -297,7 +297,7 @@ def describe(plan: Plan) -> PlanWords | None:
     short = f"outer H = {spec.every}"
     nodes = plan.world.nodes or plan.world.ranks
     whose = f" between {nodes} nodes" if nodes < plan.world.ranks else ""
-    whose += ", whose ranks share the optimizer's step," if spec.sharded_step else ""
+    whose += ", inside of which the optimizer step is sharded," if spec.sharded_step else ""
     return PlanWords(
         short=short,
         line=f"{short}: {parts}, each averaged after every {pluralize(spec.every, 'local step')}{whose} and taken "
