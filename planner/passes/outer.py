@@ -4,7 +4,7 @@ Legal for relaxed plans, where `outer` is allowed. For every period H and delay 
 fragments, whose messages take least longer than t steps; t is the smallest number of steps whose step is within 0.2 %
 of the shortest. H is the smallest whose predicted step is within 2 % of one without communication between workers, for
 fewer local steps harm less; 8 bits are taken where they allow a smaller H, or make the step shorter where no H is
-sufficient. Workers are nodes, if these have several ranks; ranks that share a node's step, where that is allowed, and
+sufficient. Workers are nodes, if these have several ranks; nodes with a sharded step, where that is allowed, and
 ranks as workers, which are more, have to make the step 2 % shorter, or to fit where others do not. Asks the cost model
 for all-reduces of ranges of gradients, and for their halves inside and between nodes.
 """

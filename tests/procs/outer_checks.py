@@ -312,9 +312,8 @@ def nodes() -> dict[str, Any]:
     return found
 
 
-def ended_by_guard(plan: Plan) -> dict[str, Any]:
-    """Where the guard ends outer steps, all ranks share the step, also where the run resumes."""
-    found: dict[str, Any] = {}
+def started_and_ended(plan: Plan) -> tuple[nn.Module, Any, Session]:
+    """A model of which the guard has ended outer steps, behind 20 steps."""
     model, optimizer, session = started(plan)
     with (
         warnings.catch_warnings(),
@@ -322,6 +321,13 @@ def ended_by_guard(plan: Plan) -> dict[str, Any]:
     ):
         warnings.simplefilter("ignore")
         train(model, optimizer, range(20))
+    return model, optimizer, session
+
+
+def ended_by_guard(plan: Plan) -> dict[str, Any]:
+    """Where the guard ends outer steps, the step is sharded over all ranks, also where the run resumes."""
+    found: dict[str, Any] = {}
+    model, optimizer, session = started_and_ended(plan)
     found["ended"] = not session._mode.own_weights
     saved = copy.deepcopy((model.state_dict(), session.optimizer_state_dict(), session.state_dict()))
     train(model, optimizer, range(20, 24))
@@ -674,13 +680,7 @@ def ended_for_good() -> dict[str, Any]:
     """What the guard has ended stays synchronous where it resumes, with the same plan and with an exact one."""
     found: dict[str, Any] = {}
     plan = plan_of(replace(STREAMING, warmup_steps=0))
-    model, optimizer, session = started(plan)
-    with (
-        warnings.catch_warnings(),
-        patch.multiple(distance_guard, MOVEMENT_BOUND=0.0, SHARE_BOUND=0.0, PULLS=1),
-    ):
-        warnings.simplefilter("ignore")
-        train(model, optimizer, range(20))
+    model, optimizer, session = started_and_ended(plan)
     found["ended"] = not session._mode.own_weights
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
     train(model, optimizer, range(20, 30))
